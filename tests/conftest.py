@@ -1,0 +1,28 @@
+"""What holds for every test: eight emulated CPU devices, strict dtypes, no implicit rank promotion, no compile cache.
+
+It is set through the environment, before jax is imported, so that tests of jax-free modules stay free of jax and the
+processes that a test starts inherit it. `gpu_compiler_environment` is what a test marked `aot` gives to its subprocess.
+"""
+
+import importlib.util
+import os
+
+import pytest
+
+DEVICES = 8
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # what a test compiles never depends on an earlier run
+
+
+@pytest.fixture(scope="session")
+def gpu_compiler_environment() -> dict[str, str]:
+    """The environment for a subprocess that compiles for GPUs without one; skips where the extra `aot` is absent."""
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        pytest.skip('needs the GPU compiler: pip install -e ".[aot]"')
+    dropped = ("JAX_PLATFORMS", "XLA_FLAGS")
+    env = {name: value for name, value in os.environ.items() if name not in dropped}
+    return env | {"CUDA_VISIBLE_DEVICES": "-1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
