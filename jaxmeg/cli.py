@@ -1,0 +1,240 @@
+"""From an argument vector to a `Config`: YAML files, dotted overrides, short forms, and errors of one line each.
+
+Every name and value is looked at before the parser runs, so that all mistakes are listed at once, with the nearest
+valid keys. Errors go to stderr and the exit code is 2. Must not import jax: a mistake is answered in well under a
+second.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentError, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
+
+from jaxmeg.config import AXES, Config, Resolved, resolve
+from jaxmeg.keys import KEYS, SECTIONS, SHORT_FORMS, is_section, section_keys, unknown_key
+from jaxmeg.validate import problems, warnings
+from jaxmeg.wording import any_of, did_you_mean
+
+_DESCRIPTION = """\
+Train a language model on any mesh of devices. The layout is a flag: every layout trains the same model.
+Values come from the defaults, then from --config files, then from the command line."""
+
+_SHORT_HELP = "short forms:\n" + "\n".join(
+    f"  --{short:<21} --{key}" for short, key in {"mesh tp=4,pp=2": "mesh.tp 4 --mesh.pp 2", **SHORT_FORMS}.items()
+)
+
+
+Overrides = list[tuple[str, str]]
+Entries = dict[str, Any]
+Files = dict[str, tuple[Entries, list[str]]]
+
+
+class _HelpFormatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
+    """Types and defaults beside each option; description and short forms as they are written."""
+
+
+def parse(argv: Sequence[str]) -> Config:
+    """The config that a command line asks for, not yet validated. Prints every mistake and exits with 2."""
+    parser = _make_parser()
+    paths, overrides, keep, found = _read_argv(argv)
+    files = {path: _read_file(path) for path in paths}
+    found += [problem for entries, wrong in files.values() for problem in wrong]
+    # Files first: an override wins wherever it stands. The parser does not take a file without any key.
+    used = [f"--config={path}" for path, (entries, _) in files.items() if entries]
+    args = [*used, *(f"--{key}={value}" for key, value in overrides), *keep]
+    try:
+        if not found:
+            return _build(parser.parse_args(args))
+    except ArgumentError as error:
+        found = [" ".join(str(error).split())]
+        wrong = _type_problems(parser, files, overrides)
+        fail(wrong or found)
+    fail([*found, *_type_problems(parser, files, overrides)])
+
+
+def check(config: Config, num_devices: int) -> Resolved:
+    """Every violated rule as one line and exit code 2, or every warning and the resolved sizes."""
+    found = problems(config, num_devices)
+    if found:
+        fail(found)
+    for line in warnings(config, num_devices):
+        print(f"warning: {line}", file=sys.stderr)
+    return resolve(config, num_devices)
+
+
+def fail(lines: Iterable[str]) -> NoReturn:
+    """Print each line as an error and exit with 2."""
+    for line in lines:
+        print(f"error: {line}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _make_parser() -> ArgumentParser:
+    """A jsonargparse parser with one option per key, grouped by section."""
+    parser = ArgumentParser(
+        prog="train.py",
+        usage="python scripts/train.py [--config FILE] [--section.key VALUE ...]",
+        description=_DESCRIPTION,
+        epilog=_SHORT_HELP,
+        formatter_class=_HelpFormatter,
+        exit_on_error=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file of sections and keys; may be given several times.")
+    groups: dict[str, Any] = {"": parser}
+    for section, owner in SECTIONS.items():
+        groups[section] = parser.add_argument_group(section, description=(owner.__doc__ or "").strip())
+    for key in KEYS.values():
+        section, _, leaf = key.name.rpartition(".")
+        text = key.doc.replace("%", "%%")
+        metavar = None if key.is_flag else leaf.upper()
+        groups[section].add_argument(
+            f"--{key.name}", type=key.type, default=key.default, help=text, **({"metavar": metavar} if metavar else {})
+        )
+    return parser
+
+
+def _build(values: Namespace) -> Config:
+    """The dataclasses from the parser's nested namespace."""
+    top = {name: values[name] for name in KEYS if "." not in name}
+    sections = {
+        name: owner(**{leaf: values[f"{name}.{leaf}"] for leaf in section_keys(name)})
+        for name, owner in SECTIONS.items()
+    }
+    return Config(**sections, **top)
+
+
+def _read_argv(argv: Sequence[str]) -> tuple[list[str], Overrides, list[str], list[str]]:
+    """(config files, (key, value) overrides, other options such as --help, problems); short forms are spelled out."""
+    paths: list[str] = []
+    overrides: Overrides = []
+    keep: list[str] = []
+    found: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        name, has_value, value = word.removeprefix("--").partition("=")
+        if word == "-h" or name in ("help", "print_config"):
+            keep.append(word)
+            continue
+        if not word.startswith("--"):
+            found.append(_stray(word))
+            continue
+        name = SHORT_FORMS.get(name, name)
+        if name != "mesh" and name != "config" and name not in KEYS:
+            found.append(is_section(name) if name in SECTIONS else unknown_key(name))
+            if not has_value and rest and not rest[0].startswith("--"):
+                rest.pop(0)
+            continue
+        if not has_value:
+            is_flag = name in KEYS and KEYS[name].is_flag
+            if is_flag and (not rest or rest[0] not in ("true", "false")):
+                value = "true"
+            elif rest and not rest[0].startswith("--"):
+                value = rest.pop(0)
+            else:
+                found.append(f"--{name} has no value: write --{name} VALUE")
+                continue
+        if name == "config":
+            paths.append(value)
+        elif name == "mesh":
+            axes, wrong = _read_mesh(value)
+            overrides += axes
+            found += wrong
+        else:
+            overrides.append((name, value))
+    return paths, overrides, keep, found
+
+
+def _stray(word: str) -> str:
+    if word.endswith((".yaml", ".yml")):
+        return f"{word} stands alone: write --config {word}"
+    if "=" in word:
+        key = word.partition("=")[0]
+        if key in AXES:
+            return f"{word} stands alone: write --mesh {word}, with commas and no spaces between axes"
+        return f"{word} stands alone: write --{word}" if key in KEYS else unknown_key(key)
+    return f"{word} stands alone: options are written --section.key VALUE"
+
+
+def _read_mesh(text: str) -> tuple[Overrides, list[str]]:
+    """The overrides in "tp=4,pp=2": [("mesh.tp", "4"), ("mesh.pp", "2")]; and what is wrong with it."""
+    axes: dict[str, str] = {}
+    found: list[str] = []
+    for part in text.split(","):
+        axis, equals, size = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            found.append(f"--mesh {text}: {part!r} is not axis=size: write for example tp=4,pp=2")
+        elif axis not in list(AXES):
+            found.append(f"--mesh {text}: unknown axis {axis}: {did_you_mean(axis, AXES)}use {any_of(AXES)}")
+        elif axis in axes:
+            found.append(f"--mesh {text}: axis {axis} is named twice: name it once")
+        elif not size.isdigit() or int(size) < 1:
+            axes[axis] = "1"
+            found.append(f"--mesh {text}: {axis}={size} is not a size: use a whole number of 1 or more")
+        else:
+            axes[axis] = size
+    return [(f"mesh.{axis}", size) for axis, size in axes.items()], found
+
+
+def _type_problems(parser: ArgumentParser, files: Files, overrides: Overrides) -> list[str]:
+    """Every value that the parser refuses when it is the only one given."""
+    found: list[str] = []
+    for path, (entries, _) in files.items():
+        for key, value in entries.items():
+            section, _, leaf = key.rpartition(".")
+            nested = {section: {leaf: value}} if section else {leaf: value}
+            if not _accepts(lambda nested=nested: parser.parse_object(nested)):
+                found.append(f"{path}: {key}={value} has the wrong type: give {KEYS[key].type_name}")
+    for key, value in overrides:
+        if not _accepts(lambda key=key, value=value: parser.parse_args([f"--{key}={value}"])):
+            found.append(f"{key}={value} has the wrong type: give {KEYS[key].type_name}")
+    return found
+
+
+def _accepts(parse_one: Callable[[], object]) -> bool:
+    try:
+        parse_one()
+    except ArgumentError:
+        return False
+    return True
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """A YAML loader that refuses a key given twice in one mapping, instead of keeping the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [str(key.value) for key, _ in node.value]
+        twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+        if twice:
+            raise yaml.constructor.ConstructorError(
+                problem=f"key {twice[0]} is given twice", problem_mark=node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
+def _read_file(path: str) -> tuple[Entries, list[str]]:
+    """The values of a YAML file by dotted key, and everything wrong with its names."""
+    try:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+    except OSError as error:
+        return {}, [f"--config {path}: cannot be read ({error.strerror}): give an existing YAML file"]
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return {}, [f"--config {path}: is not valid YAML: {' '.join(str(error).split())}"]
+    if content is None:
+        return {}, []
+    if not isinstance(content, dict):
+        return {}, [f"--config {path}: holds no sections: write for example `optim: {{lr: 0.001}}`"]
+    values: Entries = {}
+    for name, value in content.items():
+        if isinstance(value, dict):
+            values |= {f"{name}.{leaf}": inner for leaf, inner in value.items()}
+        else:
+            values[str(name)] = value
+    wrong = [is_section(key) if key in SECTIONS else unknown_key(key) for key in values if key not in KEYS]
+    return {key: value for key, value in values.items() if key in KEYS}, [f"{path}: {problem}" for problem in wrong]

@@ -1,0 +1,215 @@
+"""Rules on single values: ranges, choices, files, and options that have no effect beside the others.
+
+Nothing here needs the number of devices. Each function yields finished messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from math import isfinite
+from pathlib import Path
+
+from jaxmeg import arch as shapes
+from jaxmeg import config as options
+from jaxmeg.arch import Arch
+from jaxmeg.config import Config, OptimConfig, PrecisionConfig
+from jaxmeg.rules import read_rules
+from jaxmeg.wording import any_of, unknown_choice
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "layout.remat": options.REMATS,
+    "pipeline.schedule": options.SCHEDULES,
+    "optim.name": options.OPTIMIZERS,
+    "optim.schedule": options.LR_SCHEDULES,
+    "precision.compute": options.COMPUTE_DTYPES,
+    "precision.reduce": options.REDUCE_DTYPES,
+    "precision.matmul": options.MATMULS,
+    "model.norm": shapes.NORMS,
+    "model.positions": shapes.POSITIONS,
+    "model.activation": shapes.ACTIVATIONS,
+}
+
+Range = tuple[Callable[[float], bool], str]
+
+
+def _at_least(low: int) -> Range:
+    return (lambda value: value >= low), f"use {low} or more"
+
+
+_POSITIVE: Range = (lambda value: value > 0), "use a number above 0"
+_FRACTION: Range = (lambda value: 0 <= value < 1), "use a number in [0, 1)"
+_SHARE: Range = (lambda value: 0 <= value <= 1), "use a number in [0, 1]"
+
+RANGES: dict[str, Range] = {
+    "model.vocab_size": _at_least(1),
+    "model.num_layers": _at_least(1),
+    "model.embed_dim": _at_least(1),
+    "model.mlp_dim": _at_least(1),
+    "model.num_heads": _at_least(1),
+    "model.num_kv_heads": _at_least(1),
+    "model.head_dim": _at_least(1),
+    "model.max_seq_len": _at_least(1),
+    "model.norm_eps": _POSITIVE,
+    "model.rope_theta": _POSITIVE,
+    "mesh.pp": _at_least(1),
+    "mesh.rep": _at_least(1),
+    "mesh.dp": _at_least(1),
+    "mesh.ep": _at_least(1),
+    "mesh.cp": _at_least(1),
+    "mesh.tp": _at_least(1),
+    "layout.zero": ((lambda value: value in (0, 1, 2, 3)), "use 0, 1, 2 or 3"),
+    "pipeline.chunks": _at_least(1),
+    "pipeline.microbatch": _at_least(1),
+    "optim.lr": _POSITIVE,
+    "optim.warmup": _at_least(0),
+    "optim.final_lr_ratio": _SHARE,
+    "optim.wsd_decay": _SHARE,
+    "optim.beta1": _FRACTION,
+    "optim.beta2": _FRACTION,
+    "optim.eps": _POSITIVE,
+    "optim.momentum": _FRACTION,
+    "optim.weight_decay": _at_least(0),
+    "optim.clip_norm": _at_least(0),
+    "optim.max_skipped_updates": _at_least(1),
+    "precision.loss_scale_init": _POSITIVE,
+    "precision.loss_scale_growth_interval": _at_least(1),
+    "data.seq_len": _at_least(1),
+    "data.global_batch": _at_least(1),
+    "data.validation_fraction": _FRACTION,
+    "train.steps": _at_least(1),
+    "train.seed": _at_least(0),
+    "train.dropout": _FRACTION,
+    "train.eval_every": _at_least(0),
+    "train.eval_rows": _at_least(0),
+    "train.log_every": _at_least(1),
+    "train.sample_tokens": _at_least(0),
+    "emulate": _at_least(1),
+}
+
+
+def value_of(config: Config, key: str) -> object:
+    """The value at a dotted key."""
+    value: object = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def ranges(config: Config) -> Iterator[str]:
+    """Numbers outside their range; None is never out of range."""
+    for key, (inside, fix) in RANGES.items():
+        value = value_of(config, key)
+        if isinstance(value, int | float) and not (isfinite(value) and inside(value)):
+            yield f"{key}={value} is out of range: {fix}"
+
+
+def choices(config: Config) -> Iterator[str]:
+    """Names that are none of a fixed set."""
+    for key, names in CHOICES.items():
+        value = value_of(config, key)
+        if value is not None and value not in names:
+            yield unknown_choice(key, value, names)
+
+
+def model(config: Config, arch: Arch | None) -> Iterator[str]:
+    """A preset that exists, and shapes that fit each other."""
+    if arch is None:
+        yield unknown_choice("model.preset", config.model.preset, shapes.PRESETS)
+        return
+    if min(arch.num_heads, arch.num_kv_heads) >= 1 and arch.num_heads % arch.num_kv_heads:
+        fits = [kv for kv in range(1, arch.num_heads + 1) if arch.num_heads % kv == 0]
+        yield (
+            f"model.num_kv_heads={arch.num_kv_heads} does not divide model.num_heads={arch.num_heads}: "
+            f"use num_kv_heads {any_of(fits)}"
+        )
+    if arch.positions == "rope" and arch.head_dim >= 1 and arch.head_dim % 2:
+        near = any_of(width for width in (arch.head_dim - 1, arch.head_dim + 1) if width > 0)
+        yield f"model.head_dim={arch.head_dim} is odd and rope rotates pairs: use head_dim {near}"
+    if arch.positions == "learned" and config.model.rope_theta is not None:
+        yield _no_effect("model.rope_theta", config.model.rope_theta, "model.positions=learned", "use positions rope")
+    if arch.positions == "learned" and config.data.seq_len > arch.max_seq_len:
+        yield (
+            f"data.seq_len={config.data.seq_len} is longer than the position table, "
+            f"model.max_seq_len={arch.max_seq_len}: use seq_len {arch.max_seq_len} or less, or a larger max_seq_len"
+        )
+
+
+def schedule_lengths(config: Config) -> Iterator[str]:
+    """Warm-up and decay fit into the run."""
+    optim, steps = config.optim, config.train.steps
+    if optim.warmup > steps >= 1 and optim.warmup != OptimConfig.warmup:  # a short run need not name the default
+        yield f"optim.warmup={optim.warmup} is more than train.steps={steps}: use warmup {steps} or less, or more steps"
+    elif (
+        steps >= optim.warmup
+        and optim.schedule == "wsd"
+        and optim.wsd_decay <= 1
+        and optim.warmup + optim.wsd_decay * steps > steps
+    ):
+        most = (steps - optim.warmup) / steps
+        yield (
+            f"optim.wsd_decay={optim.wsd_decay} of train.steps={steps} starts inside optim.warmup={optim.warmup}: "
+            f"use wsd_decay {most:.3g} or less"
+        )
+
+
+def files(config: Config) -> Iterator[str]:
+    """Files that are named exist and can be read; a rule table is valid."""
+    text, rules = config.data.text, config.layout.rules
+    if text is not None and not Path(text).is_file():
+        yield f"data.text={text} is not a file: give a text file, or leave it out for the text that ships"
+    if rules is not None:
+        for problem in read_rules(rules)[1]:
+            yield f"layout.rules={rules}: {problem}"
+    if not config.train.out:
+        yield "train.out is empty: give a folder, for example runs/demo"
+
+
+# key -> (holds when the option is used, what stands in the way, how to make it count)
+_USED: dict[str, tuple[Callable[[Config], bool], str, str]] = {
+    "optim.wsd_decay": (lambda c: c.optim.schedule == "wsd", "optim.schedule", "use schedule wsd"),
+    "optim.final_lr_ratio": (
+        lambda c: c.optim.schedule != "constant",
+        "optim.schedule",
+        "use schedule cosine, linear or wsd",
+    ),
+    "optim.beta1": (lambda c: c.optim.name == "adamw", "optim.name", "use name adamw"),
+    "optim.beta2": (lambda c: c.optim.name == "adamw", "optim.name", "use name adamw"),
+    "optim.eps": (lambda c: c.optim.name == "adamw", "optim.name", "use name adamw"),
+    "optim.momentum": (lambda c: c.optim.name == "sgd", "optim.name", "use name sgd"),
+    "precision.reduce": (lambda c: c.layout.zero >= 2, "layout.zero", "use zero 2 or 3"),
+    "precision.loss_scale_init": (
+        lambda c: c.precision.compute in ("fp16", "auto"),
+        "precision.compute",
+        "use compute fp16 or auto",
+    ),
+    "precision.loss_scale_growth_interval": (
+        lambda c: c.precision.compute in ("fp16", "auto"),
+        "precision.compute",
+        "use compute fp16 or auto",
+    ),
+}
+
+
+def _no_effect(key: str, value: object, beside: str, fix: str) -> str:
+    return f"{key}={value} has no effect with {beside}: leave {key.split('.')[-1]} out, or {fix}"
+
+
+def without_effect(config: Config) -> Iterator[str]:
+    """Options changed from their default that nothing reads in this run."""
+    defaults = {f"optim.{field.name}": field.default for field in fields(OptimConfig)}
+    defaults |= {f"precision.{field.name}": field.default for field in fields(PrecisionConfig)}
+    for key, (is_used, beside, fix) in _USED.items():
+        value = value_of(config, key)
+        beside_value = value_of(config, beside)
+        names = CHOICES.get(beside)
+        if value != defaults[key] and not is_used(config) and (names is None or beside_value in names):
+            yield _no_effect(key, value, f"{beside}={beside_value}", fix)
+    if config.mesh.pp == 1 and config.pipeline.schedule is not None:
+        yield _no_effect("pipeline.schedule", config.pipeline.schedule, "mesh.pp=1", "use pp 2 or more")
+    if config.mesh.pp == 1 and config.pipeline.chunks is not None:
+        yield _no_effect("pipeline.chunks", config.pipeline.chunks, "mesh.pp=1", "use pp 2 or more")
+    if config.mesh.rep > 1 and config.layout.zero == 0:
+        rep, dp = config.mesh.rep, config.mesh.dp
+        instead = f"use dp {rep * (dp or 1)} and rep 1" if dp else "leave rep out and let dp take the devices"
+        yield f"mesh.rep={rep} has no effect with layout.zero=0, which has no ZeRO groups: {instead}, or zero 1, 2 or 3"
