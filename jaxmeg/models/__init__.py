@@ -1,0 +1,1 @@
+"""One decoder; model families are data (`arch.PRESETS`)."""

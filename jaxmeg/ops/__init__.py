@@ -1,0 +1,1 @@
+"""Numerical building blocks with their own derivatives; they know shapes, not models."""

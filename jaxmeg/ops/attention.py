@@ -1,0 +1,85 @@
+"""Causal attention with its own derivative: one function that takes cuDNN's flash kernel where it can, and plain XLA otherwise.
+
+Both save q, k, v, the output and the log-sum-exp, named "qkv", "attention" and "lse" for the remat policy; the
+probabilities are never saved. Grouped-query attention reads each kv head in place, without repeating it.
+Shapes: q [B, T, H, K]; k, v [B, T, G, K] with H a multiple of G; log-sum-exp [B, H, T] in fp32.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxmeg import _compat
+
+MASKED = -1e30  # finite, so that a row's maximum is too
+
+
+def choose_kernel(platform: str, dtype: str, head_dim: int) -> tuple[str, str]:
+    """(kernel, why): "cudnn" on NVIDIA GPUs for bf16 and fp16 with head dims up to 128 that are multiples of 8, else "xla"."""
+    if platform not in ("cuda", "gpu"):
+        return "xla", f"cuDNN needs an NVIDIA GPU, this is {platform}"
+    if dtype not in ("bf16", "fp16"):
+        return "xla", f"cuDNN's flash attention takes bf16 or fp16, not {dtype}"
+    if head_dim > 128 or head_dim % 8:
+        return "xla", f"cuDNN's flash attention takes head dims up to 128 in steps of 8, not {head_dim}"
+    return "cudnn", f"{dtype}, head dim {head_dim}"
+
+
+def _scores(q: jax.Array, k: jax.Array, scale: float) -> jax.Array:
+    """fp32 masked scores [B, G, H/G, T, T]."""
+    B, T, H, K = q.shape
+    grouped = q.reshape(B, T, k.shape[2], H // k.shape[2], K)
+    scores = jnp.einsum("btgnk,bsgk->bgnts", grouped, k, preferred_element_type=jnp.float32) * scale
+    causal = lax.broadcasted_iota(jnp.int32, (T, T), 0) >= lax.broadcasted_iota(jnp.int32, (T, T), 1)
+    return jnp.where(causal[None, None, None], scores, jnp.float32(MASKED))
+
+
+def _xla(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
+    scores = _scores(q, k, scale)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    p = jnp.exp(scores - lse[..., None]).astype(q.dtype)
+    out = jnp.einsum("bgnts,bsgk->btgnk", p, v).reshape(q.shape)
+    return out, lse.reshape(lse.shape[0], -1, lse.shape[-1])
+
+
+def _xla_grad(q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, lse: jax.Array, dout: jax.Array,
+              scale: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    B, T, H, K = q.shape
+    G = k.shape[2]
+    group = (B, T, G, H // G, K)
+    p = jnp.exp(_scores(q, k, scale) - lse.reshape(B, G, H // G, T)[..., None])
+    do = dout.reshape(group)
+    dv = jnp.einsum("bgnts,btgnk->bsgk", p.astype(q.dtype), do)
+    dp = jnp.einsum("btgnk,bsgk->bgnts", do, v, preferred_element_type=jnp.float32)
+    delta = jnp.sum(do.astype(jnp.float32) * out.reshape(group).astype(jnp.float32), -1)
+    ds = (p * (dp - delta.transpose(0, 2, 3, 1)[..., None]) * scale).astype(q.dtype)
+    dq = jnp.einsum("bgnts,bsgk->btgnk", ds, k).reshape(q.shape)
+    return dq, jnp.einsum("bgnts,btgnk->bsgk", ds, q.reshape(group)), dv
+
+
+KERNELS = {"xla": (_xla, _xla_grad), "cudnn": (_compat.cudnn_attention, _compat.cudnn_attention_grad)}
+
+
+def causal_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, kernel: str) -> jax.Array:
+    """softmax(q k^T / sqrt(K), causal) v, softmax in fp32 -> [B, T, H, K]. kernel: see `choose_kernel`."""
+    forward, backward = KERNELS[kernel]
+    scale = q_BTHK.shape[-1] ** -0.5
+
+    @_compat.own_vjp()
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return forward(q, k, v, scale)[0]
+
+    def attend_fwd(q: jax.Array, k: jax.Array, v: jax.Array):
+        out, lse = forward(q, k, v, scale)
+        out, lse = checkpoint_name(out, "attention"), checkpoint_name(lse, "lse")
+        return out, (q, k, v, out, lse)
+
+    def attend_bwd(saved, dout: jax.Array):
+        q, k, v, out, lse = saved
+        return backward(q, k, v, out, lse, dout, scale)
+
+    attend.defvjp(attend_fwd, attend_bwd)
+    return attend(*(checkpoint_name(x, "qkv") for x in (q_BTHK, k_BTGK, v_BTGK)))

@@ -1,0 +1,121 @@
+"""Vocabulary-parallel embedding lookup and cross-entropy over a table [vocabulary, D] whose rows are sharded over `axes`.
+
+Rank r of `axes` holds rows [r*n, (r+1)*n). The loss is taken in chunks of tokens with its gradient in the forward
+pass, so that logits exist one chunk at a time; log-softmax and loss are fp32, the logits' gradient has the compute dtype.
+Rows of padding (ids >= vocab_size) take no part in the softmax and get gradient exactly 0.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmeg import parallel
+from jaxmeg._compat import own_vjp
+
+CHUNK_LOGITS = 2**26  # fp32 logits of one chunk on one device: at most 256 MiB
+
+
+def _local(table: jax.Array, ids: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """Row of each id in this rank's part of the table (clipped into it), and whether it is there."""
+    rows = table.shape[0]
+    index = ids - parallel.rank(axes) * rows
+    return jnp.clip(index, 0, rows - 1), (index >= 0) & (index < rows)
+
+
+@own_vjp(2, 3)
+def lookup(table_VD: jax.Array, ids_BT: jax.Array, axes: tuple[str, ...], dtype: jnp.dtype) -> jax.Array:
+    """Rows of the table in `dtype`, tokens scattered over tp: [B, T/tp, D]. Its gradient is a dense fp32 table."""
+    index, here = _local(table_VD, ids_BT, axes)
+    x = parallel.only_on(here[..., None], table_VD.astype(dtype)[index])
+    x = parallel.scatter_tokens(x, partial="tp" in axes)
+    return parallel.all_sum(x, (axis for axis in axes if axis != "tp"))
+
+
+def _lookup_fwd(table: jax.Array, ids: jax.Array, axes: tuple[str, ...], dtype: jnp.dtype):
+    return lookup(table, ids, axes, dtype), (table, ids)
+
+
+def _lookup_bwd(axes: tuple[str, ...], dtype: jnp.dtype, saved: tuple[jax.Array, jax.Array], dx_BtD: jax.Array):
+    table, ids = saved
+    dx = parallel.all_sum(dx_BtD, (axis for axis in axes if axis != "tp"))
+    if "tp" in axes:
+        dx = parallel.gather_tokens(dx)
+    else:  # this rank embedded only its own tokens
+        ids = lax.dynamic_slice_in_dim(ids, parallel.rank(("tp",)) * dx.shape[1], dx.shape[1], axis=1)
+    index, here = _local(table, ids, axes)
+    zeros = parallel.vary(jnp.zeros(table.shape, table.dtype))
+    return zeros.at[index].add(parallel.only_on(here[..., None], dx).astype(table.dtype)), None
+
+
+lookup.defvjp(_lookup_fwd, _lookup_bwd)
+
+
+def logits(h_ND: jax.Array, table_VD: jax.Array, axes: tuple[str, ...], vocab_size: int) -> jax.Array:
+    """fp32 logits of this rank's part of the vocabulary, [N, V/ranks]; padding holds the most negative float."""
+    out = lax.dot_general(h_ND, table_VD.astype(h_ND.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    ids = parallel.rank(axes) * table_VD.shape[0] + lax.broadcasted_iota(jnp.int32, (1, table_VD.shape[0]), 1)
+    return jnp.where(ids < vocab_size, out, jnp.finfo(jnp.float32).min)
+
+
+def _chunk(h: jax.Array, table: jax.Array, labels: jax.Array, weights: jax.Array, axes: tuple[str, ...], vocab_size: int):
+    """Loss of one chunk of tokens, and what its gradient needs: (loss [], logits, max, sum of exponentials, one-hot rows)."""
+    z = logits(h, table, axes, vocab_size)
+    peak = parallel.all_max(jnp.max(z, -1), axes)
+    total = parallel.all_sum(jnp.sum(jnp.exp(z - peak[:, None]), -1), axes)
+    index, here = _local(table, labels, axes)
+    hit = (lax.broadcasted_iota(jnp.int32, z.shape, 1) == index[:, None]) & here[:, None]
+    target = parallel.all_sum(jnp.sum(parallel.only_on(hit, z), -1), axes)
+    loss = jnp.sum(weights * (peak + jnp.log(total) - target))
+    return loss, (z, peak, total, hit)
+
+
+def _chunked(h: jax.Array, labels: jax.Array, weights: jax.Array, num_chunks: int):
+    """[N, ...] -> [chunks, ceil(N / chunks), ...]; the last chunk is filled up with tokens of weight 0."""
+    fill = -h.shape[0] % num_chunks
+    def split(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, fill)] + [(0, 0)] * (x.ndim - 1)).reshape(num_chunks, -1, *x.shape[1:])
+    return split(h), split(labels), split(weights)
+
+
+def default_chunks(num_tokens: int, vocab_rows: int) -> int:
+    return max(1, -(-num_tokens * vocab_rows // CHUNK_LOGITS))
+
+
+@own_vjp(4, 5, 6)
+def token_loss(h_ND: jax.Array, table_VD: jax.Array, labels_N: jax.Array, weights_N: jax.Array,
+               axes: tuple[str, ...], vocab_size: int, num_chunks: int) -> jax.Array:
+    """Sum over tokens of weight * cross-entropy, in nats: fp32 [], the same value on every rank of `axes`.
+
+    h: hidden states in the compute dtype, equal on all ranks of `axes`; weights: fp32, 0 for a token that is not trained.
+    The gradients are partial sums: that of h over this rank's part of the vocabulary, that of the table for this rank's rows.
+    """
+    def one(total: jax.Array, chunk: tuple[jax.Array, jax.Array, jax.Array]):
+        h, labels, weights = chunk
+        return total + _chunk(h, table_VD, labels, weights, axes, vocab_size)[0], None
+    zero = parallel.vary(jnp.zeros((), jnp.float32))
+    return lax.scan(one, zero, _chunked(h_ND, labels_N, weights_N, num_chunks))[0]
+
+
+def _token_loss_fwd(h_ND, table, labels_N, weights_N, axes, vocab_size, num_chunks):
+    def one(carry, chunk):
+        total, dtable = carry
+        h, labels, weights = chunk
+        loss, (z, peak, exp_sum, hit) = _chunk(h, table, labels, weights, axes, vocab_size)
+        p = jnp.exp(z - peak[:, None]) / exp_sum[:, None]
+        dz = ((p - hit.astype(jnp.float32)) * weights[:, None]).astype(h.dtype)
+        dtable = dtable + lax.dot_general(dz, h, (((0,), (0,)), ((), ())), preferred_element_type=table.dtype)
+        return (total + loss, dtable), jnp.dot(dz, table.astype(h.dtype))
+
+    start = parallel.vary((jnp.zeros((), jnp.float32), jnp.zeros(table.shape, table.dtype)))
+    (loss, dtable), dh = lax.scan(one, start, _chunked(h_ND, labels_N, weights_N, num_chunks))
+    return loss, (dh.reshape(-1, h_ND.shape[1])[: h_ND.shape[0]], dtable)
+
+
+def _token_loss_bwd(axes, vocab_size, num_chunks, saved, dloss):
+    dh, dtable = saved
+    return dh * dloss.astype(dh.dtype), dtable * dloss, None, None
+
+
+token_loss.defvjp(_token_loss_fwd, _token_loss_bwd)

@@ -1,0 +1,1 @@
+"""Optimizers by name, as optax transforms; learning-rate schedules counted in updates; which leaves decay."""

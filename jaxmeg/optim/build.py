@@ -1,0 +1,58 @@
+"""From `OptimConfig` to optax: the learning rate per update, the decay mask, the transform.
+
+Clipping is not here: the step clips by the global gradient norm that it computes once for all layouts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+
+from jaxmeg.config import OptimConfig
+
+
+def learning_rate(config: OptimConfig, num_updates: int) -> optax.Schedule:
+    """Learning rate as a function of the number of updates applied so far: from 0 over `warmup` updates to `lr`, then
+    by `schedule` to `final_lr_ratio * lr` at `num_updates`."""
+    peak, final = config.lr, config.lr * config.final_lr_ratio
+    rest = max(num_updates - config.warmup, 1)
+    after: optax.Schedule
+    match config.schedule:
+        case "cosine":
+            after = optax.cosine_decay_schedule(peak, rest, alpha=config.final_lr_ratio)
+        case "linear":
+            after = optax.linear_schedule(peak, final, rest)
+        case "wsd":
+            decay = max(round(config.wsd_decay * num_updates), 1)
+            after = optax.linear_schedule(peak, final, decay, transition_begin=max(rest - decay, 0))
+        case "constant":
+            after = optax.constant_schedule(peak)
+        case _:
+            raise ValueError(f"optim.schedule={config.schedule}: use cosine, linear, wsd or constant")
+    if config.warmup == 0:
+        return after
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, config.warmup), after], [config.warmup])
+
+
+def decay_mask(dims: Any) -> Any:
+    """True for the leaves that weight decay shrinks: matrices and tables. Norms and biases have one dim of the model's
+    width, or heads x head_dim, and do not decay, whether layers are stacked or not."""
+    def decays(path: Any, names: tuple[str, ...]) -> bool:
+        own = [name for name in names if name != "layers"]
+        return len(own) >= 2 and not str(path[-1].key).endswith("bias")
+    return jax.tree_util.tree_map_with_path(decays, dims, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def make_optimizer(config: OptimConfig, num_updates: int, dims: Any) -> optax.GradientTransformation:
+    """AdamW (Loshchilov and Hutter 2019) or SGD with momentum; decoupled decay on the leaves of `decay_mask`."""
+    schedule, mask = learning_rate(config, num_updates), decay_mask(dims)
+    if config.name == "adamw":
+        return optax.adamw(schedule, config.beta1, config.beta2, config.eps, weight_decay=config.weight_decay, mask=mask)
+    if config.name == "sgd":
+        return optax.chain(
+            optax.trace(decay=config.momentum) if config.momentum else optax.identity(),
+            optax.add_decayed_weights(config.weight_decay, mask) if config.weight_decay else optax.identity(),
+            optax.scale_by_learning_rate(schedule))
+    raise ValueError(f"optim.name={config.name}: use adamw or sgd")

@@ -1,0 +1,157 @@
+"""Collective verbs: the only file that moves data between devices inside the step.
+
+Everything here runs inside `shard_map` with every mesh axis manual. All values are kept *varying* over all axes, so
+that the derivative of a verb is its plain local transpose and nothing is summed unasked: a value that is equal on
+several ranks holds, in the backward pass, one *partial* cotangent a rank, and whoever owns it adds them up
+(`layout.LeafLayout.reduce_axes`). Model code calls these verbs and names no mesh axis. A verb over axes of size 1 is the identity.
+
+Shapes: B rows, T tokens of the whole sequence, t = T / tp tokens of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxmeg._compat import varying_axes
+from jaxmeg.config import Axis
+from jaxmeg.precision import dot
+
+AXES: tuple[str, ...] = tuple(axis.value for axis in Axis)
+DATA_AXES: tuple[str, ...] = (Axis.REP, Axis.DP, Axis.EP)  # rows of the batch are split over these
+ZERO_AXES: tuple[str, ...] = (Axis.DP, Axis.EP, Axis.CP)  # ZeRO shards state over these
+
+HEAD_AXES: tuple[str, ...] = (Axis.PP, Axis.TP)  # ranks that hold the same head input
+
+Tree = TypeVar("Tree")
+
+
+def vary(tree: Tree) -> Tree:
+    """The same values, typed as varying over every mesh axis. Its transpose is a sum: use outside of what is differentiated."""
+    def one(x: jax.Array) -> jax.Array:
+        missing = tuple(axis for axis in AXES if axis not in varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+    return jax.tree.map(one, tree)
+
+
+def active(axes: Iterable[str]) -> tuple[str, ...]:
+    """The axes of more than one device."""
+    return tuple(axis for axis in axes if lax.axis_size(axis) > 1)
+
+
+def rank(axes: Sequence[str]) -> jax.Array:
+    """Index of this device along `axes`, the first being the slowest."""
+    index = jnp.zeros((), jnp.int32)
+    for axis in axes:
+        index = index * lax.axis_size(axis) + lax.axis_index(axis)
+    return index
+
+
+def all_sum(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    axes = active(axes)
+    return vary(lax.psum(x, axes)) if axes else x
+
+
+def all_max(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    axes = active(axes)
+    return vary(lax.pmax(x, axes)) if axes else x
+
+
+def all_gather(x: jax.Array, axes: Iterable[str], dim: int) -> jax.Array:
+    axes = active(axes)
+    return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+
+
+def reduce_scatter(x: jax.Array, axes: Iterable[str], dim: int) -> jax.Array:
+    axes = active(axes)
+    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
+
+
+# ------------------------------------------------------------------ tokens: sequence parallelism over tp
+def gather_tokens(x_BtD: jax.Array) -> jax.Array:
+    """[B, T/tp, ...] -> [B, T, ...]; its transpose sums the ranks' partial cotangents and scatters them."""
+    return all_gather(x_BtD, (Axis.TP,), dim=1)
+
+
+def scatter_tokens(x_BTD: jax.Array, partial: bool) -> jax.Array:
+    """[B, T, ...] -> [B, T/tp, ...]: the ranks' partial values are summed, or, if each holds the whole, a slice is taken."""
+    if partial:
+        return reduce_scatter(x_BTD, (Axis.TP,), dim=1)
+    num_tokens = x_BTD.shape[1] // lax.axis_size(Axis.TP)
+    return lax.dynamic_slice_in_dim(x_BTD, lax.axis_index(Axis.TP) * num_tokens, num_tokens, axis=1)
+
+
+def token_positions(num_tokens: int, gathered: bool) -> jax.Array:
+    """Global positions of this rank's `num_tokens` tokens, or of all tokens after `gather_tokens`: int32 [num_tokens]."""
+    positions = jnp.arange(num_tokens, dtype=jnp.int32)
+    return positions if gathered else positions + lax.axis_index(Axis.TP) * num_tokens
+
+
+def gather_matmul(x_BtD: jax.Array, *weights: jax.Array) -> list[jax.Array]:
+    """Gather the tokens once, then multiply by each weight [D, ...], whose other dims may be sharded over tp."""
+    x_BTD = checkpoint_name(gather_tokens(x_BtD), "gathered")
+    return [dot(x_BTD, w) for w in weights]
+
+
+def matmul_scatter(x_BTF: jax.Array, w: jax.Array, num_contract: int, full_size: int) -> jax.Array:
+    """Contract the last `num_contract` dims of x with the first of w, then scatter the tokens: [B, T/tp, D].
+
+    full_size: the unsharded size of w's first dim; where w holds a part of it, the products are partial sums over tp.
+    """
+    return scatter_tokens(dot(x_BTF, w, num_contract), partial=w.shape[0] != full_size)
+
+
+def local_kv_heads(w: jax.Array, dim: int, num_heads_local: int, num_heads: int, num_kv_heads: int) -> jax.Array:
+    """The part of a key or value weight that this rank's query heads read; kv heads are dim `dim` of w.
+
+    Fewer kv heads than tp ranks are held whole on every rank: query heads [r*n, (r+1)*n) of rank r read a run of
+    them, and their gradient is summed over tp like that of any replicated leaf. Otherwise the identity.
+    """
+    if w.shape[dim] != num_kv_heads or num_heads_local == num_heads:
+        return w
+    group = num_heads // num_kv_heads
+    first = lax.axis_index(Axis.TP) * num_heads_local // group
+    return lax.dynamic_slice_in_dim(w, first, max(num_heads_local // group, 1), axis=dim)
+
+
+# ------------------------------------------------------------------ stages: the pipeline ring
+def send_forward(x: jax.Array) -> jax.Array:
+    """To the next stage; the last sends to the first."""
+    n = lax.axis_size(Axis.PP)
+    return lax.ppermute(x, Axis.PP, [(i, (i + 1) % n) for i in range(n)])
+
+
+def send_backward(x: jax.Array) -> jax.Array:
+    """To the previous stage; the first sends to the last."""
+    n = lax.axis_size(Axis.PP)
+    return lax.ppermute(x, Axis.PP, [((i + 1) % n, i) for i in range(n)])
+
+
+def stage() -> jax.Array:
+    return lax.axis_index(Axis.PP)
+
+
+def from_last_stage(x: jax.Array) -> jax.Array:
+    """The last stage's value, on every stage."""
+    last = lax.axis_size(Axis.PP) - 1
+    return all_sum(jnp.where(stage() == last, x, jnp.zeros_like(x)), (Axis.PP,))
+
+
+def sum_over_stages(x: jax.Array) -> jax.Array:
+    return all_sum(x, (Axis.PP,))
+
+
+def only_on(owner: jax.Array | bool, x: jax.Array) -> jax.Array:
+    """x where `owner`, else zero: a select, never a product, so that garbage elsewhere cannot spread as 0 * inf."""
+    return jnp.where(owner, x, jnp.zeros_like(x))
+
+
+def first_of(axes: Iterable[str]) -> jax.Array | bool:
+    """Whether this device has index 0 along each of `axes`."""
+    axes = active(axes)
+    return rank(axes) == 0 if axes else True

@@ -1,0 +1,90 @@
+"""Everything that is decided before an array exists: mesh, model, layout, schedule tables, optimizer. No arrays here.
+
+`build` is the one place where a config becomes objects; `state` and `step` read a `Setup` and no config section twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from jaxmeg.config import Axis, Config, Resolved, resolve
+from jaxmeg.layout import Layout, make_layout
+from jaxmeg.mesh import build_mesh
+from jaxmeg.models.decoder import Decoder
+from jaxmeg.models.layers import Options
+from jaxmeg.ops.attention import choose_kernel
+from jaxmeg.optim.build import learning_rate, make_optimizer
+from jaxmeg.pipeline.schedules import Placement, Table, make_table, place_layers
+from jaxmeg.precision import DTYPES, compute_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One run on one layout."""
+
+    config: Config
+    resolved: Resolved
+    mesh: Mesh
+    model: Decoder
+    layout: Layout
+    placement: Placement
+    table: Table
+    """Schedule of the training step."""
+    optimizer: optax.GradientTransformation
+    learning_rate: optax.Schedule
+    compute: str
+    """fp32, bf16 or fp16."""
+    kernel_reason: str
+    """Why `model.options.kernel` was taken for attention."""
+
+    @property
+    def layer_of_row(self) -> np.ndarray:
+        """int [stages, rows of a stage]: the layer in each memory row, -1 where a shorter stage has none."""
+        rows = np.full(self.placement.num_rows, -1)
+        rows[list(self.placement.rows)] = np.arange(len(self.placement.rows))
+        return rows.reshape(self.resolved.mesh[Axis.PP], -1)
+
+    def forward_table(self, num_microbatches: int) -> Table:
+        return make_table("forward", self.resolved.mesh[Axis.PP], self.resolved.chunks, num_microbatches)
+
+    @property
+    def data_ranks(self) -> int:
+        return self.resolved.mesh[Axis.REP] * self.resolved.mesh[Axis.DP] * self.resolved.mesh[Axis.EP]
+
+
+def parameter_shapes(model: Decoder, num_rows: int) -> Any:
+    """The parameter tree as ShapeDtypeStructs, fp32, in memory order."""
+    return jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((num_rows,), jnp.int32))
+
+
+def build(config: Config, devices: Sequence[Any], platform: str | None = None) -> Setup:
+    """Set up a run on the first devices of `devices`, which may be stand-ins to compile for.
+
+    platform: "cpu" or "cuda", where the program will run; by default the devices' own.
+    """
+    resolved = resolve(config, len(devices))
+    arch = resolved.arch
+    mesh = build_mesh({str(axis): size for axis, size in resolved.mesh.items()}, devices)
+    compute = compute_dtype(config.precision.compute, devices[0])
+    kernel, reason = choose_kernel(platform or str(devices[0].platform), compute, arch.head_dim)
+    placement = place_layers(arch.num_layers, resolved.mesh[Axis.PP], resolved.chunks)
+    options = Options(dtype=jnp.dtype(DTYPES[compute]), kernel=kernel, dropout=config.train.dropout)
+    vocab_axes = tuple(axis for axis in resolved.rules["vocab"] if resolved.mesh[Axis(axis)] > 1)
+    model = Decoder(arch=arch, options=options, remat=config.layout.remat, vocab_rows=resolved.padded_vocab,
+                    vocab_axes=vocab_axes)
+    dims = model.dims
+    layout = make_layout(mesh, resolved.rules, config.layout.zero, parameter_shapes(model, placement.num_rows), dims)
+    return Setup(
+        config=config, resolved=resolved, mesh=mesh, model=model, layout=layout, placement=placement,
+        table=make_table(resolved.schedule or "1f1b", resolved.mesh[Axis.PP], resolved.chunks, resolved.num_microbatches),
+        optimizer=make_optimizer(config.optim, config.train.steps, dims),
+        learning_rate=learning_rate(config.optim, config.train.steps),
+        compute=compute, kernel_reason=reason)

@@ -1,0 +1,193 @@
+"""The compiled programs of a run: train step, evaluation, next-token logits. Each is one `jit` around one `shard_map`.
+
+`make_train_step` is the whole path from a batch to new state: weights are cast and put together as the ZeRO stage says, the
+pipeline (or plain accumulation) runs, every gradient leaf is reduced once, and the optimizer updates the sharded leaves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmeg import parallel
+from jaxmeg.layout import LeafLayout
+from jaxmeg.parallel import AXES, DATA_AXES
+from jaxmeg.pipeline.scan import Batch, Work, loss_and_grads, outputs
+from jaxmeg.precision import DTYPES, next_loss_scale
+from jaxmeg.setup import Setup
+from jaxmeg.state import TrainState, state_shardings
+
+ROWS = PartitionSpec(None, DATA_AXES)  # [microbatch, row, ...]: rows are split over the data-parallel ranks
+
+
+class Rows(NamedTuple):
+    """A global batch, microbatch-major: the row with global index g is [g // n, g % n] of [M, n, ...]."""
+
+    inputs: jax.Array
+    """Token ids, int32 [M, n, T]."""
+    labels: jax.Array
+    """The token after each input, int32 [M, n, T]."""
+    mask: jax.Array
+    """Whether the label is trained (or evaluated), bool [M, n, T]."""
+
+
+class Metrics(NamedTuple):
+    """What a step reports; scalars, the same on every device."""
+
+    loss: jax.Array
+    """Mean over the trained tokens, nats a token."""
+    grad_norm: jax.Array
+    """Global, before clipping; each leaf counted once."""
+    learning_rate: jax.Array
+    tokens: jax.Array
+    """Trained tokens."""
+    finite: jax.Array
+    """Whether the update was applied."""
+    leaf_finite: jax.Array
+    """The same per gradient leaf, bool [leaves], in tree order."""
+    loss_scale: jax.Array
+    """The scale this step used."""
+
+
+def place_rows(setup: Setup, inputs: np.ndarray, labels: np.ndarray, mask: np.ndarray, num_microbatches: int) -> Rows:
+    """Put a host batch of [rows, T] arrays on the devices."""
+    sharding = NamedSharding(setup.mesh, ROWS)
+    return Rows(*(jax.device_put(x.reshape(num_microbatches, -1, *x.shape[1:]), sharding) for x in (inputs, labels, mask)))
+
+
+def abstract_rows(setup: Setup, num_microbatches: int, seq_len: int) -> Rows:
+    """The train step's batch as ShapeDtypeStructs."""
+    shape = (num_microbatches, setup.config.data.global_batch // num_microbatches, seq_len)
+    sharding = NamedSharding(setup.mesh, ROWS)
+    ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    mask: Any = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding)
+    return Rows(ids, ids, mask)
+
+
+# ------------------------------------------------------------------ inside shard_map
+def _compute_weights(setup: Setup, params: Any) -> Any:
+    """Parameters in the compute dtype (norms and biases of the width stay fp32), put together if that is once a step."""
+    dtype = DTYPES[setup.compute]
+
+    def cast(leaf: LeafLayout, x: jax.Array) -> jax.Array:
+        return x.astype(dtype) if sum(dim != "layers" for dim in leaf.dims) > 1 else x
+
+    layout = setup.layout
+    return layout.gather(layout.map(cast, parallel.vary(params)), layout.leaves, "step")
+
+
+def _work(setup: Setup, params: Any, rows: Rows, weights: jax.Array, key: jax.Array | None) -> Work:
+    """One rank's work on its rows. key: raw key data for dropout; None leaves dropout out."""
+    num_microbatches, num_rows = rows.inputs.shape[:2]  # of this rank
+    first = parallel.rank(DATA_AXES) * num_rows
+    per_microbatch = num_rows * math.prod(jax.lax.axis_size(axis) for axis in DATA_AXES)
+    index = jnp.arange(num_microbatches)[:, None] * per_microbatch + first + jnp.arange(num_rows)[None]
+    model = setup.model if key is not None else setup.model.without_dropout()
+    key = jnp.zeros(2, jnp.uint32) if key is None else key
+    batch = parallel.vary(Batch(rows.inputs, rows.labels, weights, index.astype(jnp.int32), key))
+    return Work(model, setup.layout, _compute_weights(setup, params), batch, setup.layer_of_row,
+                setup.resolved.chunks, DTYPES[setup.config.precision.reduce])
+
+
+def _grads_body(setup: Setup, params: Any, rows: Rows, key: jax.Array, scale: jax.Array):
+    """(mean loss, gradients in the layout's specs, trained tokens) of this rank's rows."""
+    tokens = jax.lax.psum(jnp.sum(rows.mask.astype(jnp.float32)), DATA_AXES)
+    weights = rows.mask.astype(jnp.float32) * (scale / jnp.maximum(tokens, 1.0))
+    loss, grads = loss_and_grads(_work(setup, params, rows, weights, key), setup.table)
+    grads = setup.layout.reduce(setup.layout.scatter(grads, setup.layout.leaves, "step", jnp.float32))
+    return jax.lax.psum(loss, AXES) / scale, jax.tree.map(lambda g: g / scale, grads), tokens
+
+
+def _shard_map(setup: Setup, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def with_precision(*args: Any) -> Any:
+        precision = setup.config.precision.matmul
+        with jax.default_matmul_precision(None if precision == "default" else precision):
+            return body(*args)
+    return jax.shard_map(with_precision, mesh=setup.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+
+
+def loss_and_gradients(setup: Setup) -> Callable[..., Any]:
+    """(params, rows, key data, loss scale) -> (loss, gradients, trained tokens), to be jitted by the caller."""
+    return _shard_map(setup, lambda *args: _grads_body(setup, *args),
+                      in_specs=(setup.layout.specs, ROWS, PartitionSpec(), PartitionSpec()),
+                      out_specs=(PartitionSpec(), setup.layout.specs, PartitionSpec()))
+
+
+def dropout_key(seed: int, step: jax.Array) -> jax.Array:
+    return jax.random.key_data(jax.random.fold_in(jax.random.key(seed), step))
+
+
+def make_train_step(setup: Setup) -> Callable[[TrainState, Rows], tuple[TrainState, Metrics]]:
+    """The train step, jitted; the state is donated. A gradient that is not finite changes nothing but the counters
+    and the loss scale."""
+    gradients = loss_and_gradients(setup)
+    optim, precision = setup.config.optim, setup.config.precision
+
+    def step(state: TrainState, rows: Rows) -> tuple[TrainState, Metrics]:
+        scale = state.loss_scale.scale
+        loss, grads, tokens = gradients(state.params, rows, dropout_key(setup.config.train.seed, state.step), scale)
+        squares = jnp.stack([jnp.sum(g * g) for g in jax.tree.leaves(grads)])
+        norm = jnp.sqrt(jnp.sum(squares))
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        if optim.clip_norm:
+            factor = jnp.minimum(1.0, optim.clip_norm / jnp.maximum(norm, 1e-12))
+            grads = jax.tree.map(lambda g: g * factor, grads)
+        with jax.numpy_dtype_promotion("standard"):  # optax multiplies float by int
+            changes, opt_state = setup.optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, changes)
+            lr = jnp.asarray(setup.learning_rate(state.updates), jnp.float32)
+
+        def keep(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+        new = TrainState(
+            step=state.step + 1,
+            updates=state.updates + finite.astype(jnp.int32),
+            skipped=jnp.where(finite, 0, state.skipped + 1),
+            params=keep(params, state.params),
+            opt_state=keep(opt_state, state.opt_state),
+            loss_scale=next_loss_scale(state.loss_scale, finite, setup.compute, precision.loss_scale_growth_interval))
+        return new, Metrics(loss, norm, lr, tokens, finite, jnp.isfinite(squares), scale)
+
+    shardings = state_shardings(setup)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, NamedSharding(setup.mesh, PartitionSpec())))
+
+
+def make_eval_step(setup: Setup, num_microbatches: int) -> Callable[[Any, Rows], tuple[jax.Array, jax.Array]]:
+    """(params, rows) -> (sum of the losses of the tokens in the mask, their number), each token counted once."""
+    table = setup.forward_table(num_microbatches)
+
+    def run(params: Any, rows: Rows) -> tuple[jax.Array, jax.Array]:
+        work = _work(setup, params, rows, rows.mask.astype(jnp.float32), None)
+        head = work.model.head_params({name: work.whole(name) for name in ("head", "embed")})
+
+        def read(y: jax.Array, m: jax.Array) -> jax.Array:
+            loss = work.model.loss(head, y, work.batch.labels_MBT[m], work.batch.weights_MBT[m])
+            return parallel.only_on(parallel.first_of(setup.layout.vocab_axes), loss)
+
+        total = jax.lax.psum(jnp.sum(outputs(work, table, read)), AXES)
+        return total, jax.lax.psum(jnp.sum(rows.mask.astype(jnp.float32)), DATA_AXES)
+
+    return jax.jit(_shard_map(setup, run, (setup.layout.specs, ROWS), (PartitionSpec(), PartitionSpec())))
+
+
+def make_next_logits(setup: Setup) -> Callable[[Any, Rows, Any], jax.Array]:
+    """(params, rows [1, n, T], position) -> fp32 logits [n, vocab_size] of the token after `position`."""
+    table = setup.forward_table(1)
+
+    def run(params: Any, rows: Rows, position: jax.Array) -> jax.Array:
+        work = _work(setup, params, rows, rows.mask.astype(jnp.float32), None)
+        head = work.model.head_params({name: work.whole(name) for name in ("head", "embed")})
+        z = outputs(work, table, lambda y, _: setup.model.next_token_logits(head, y, position))[0]
+        same = tuple(axis for axis in AXES if axis not in DATA_AXES)
+        return jax.lax.pmax(z, same)  # equal on these ranks; the maximum tells the compiler so
+
+    specs = (setup.layout.specs, ROWS, PartitionSpec())
+    return jax.jit(_shard_map(setup, run, specs, PartitionSpec(DATA_AXES)))
