@@ -7,6 +7,7 @@ second.
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentError, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from jaxmeg.config import AXES, Config, Resolved, resolve
+from jaxmeg.devices import plan_devices
 from jaxmeg.keys import KEYS, SECTIONS, SHORT_FORMS, is_section, section_keys, unknown_key
 from jaxmeg.validate import problems, warnings
 from jaxmeg.wording import any_of, did_you_mean
@@ -66,6 +68,24 @@ def check(config: Config, num_devices: int) -> Resolved:
     for line in warnings(config, num_devices):
         print(f"warning: {line}", file=sys.stderr)
     return resolve(config, num_devices)
+
+
+def start(config: Config) -> int:
+    """Count the devices, check the config for them, and set the environment that jax reads when it is first imported.
+
+    Returns the number of devices. Prints one line where devices are emulated; exits with 2 where no run can start.
+    """
+    devices = plan_devices(config)
+    if devices.problem:
+        fail([devices.problem])
+    check(config, devices.count)
+    if devices.message:
+        print(devices.message, file=sys.stderr)
+    if devices.emulated:
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices.count}".strip()
+    return devices.count
 
 
 def fail(lines: Iterable[str]) -> NoReturn:

@@ -136,7 +136,7 @@ class OptimConfig:
     schedule: str = "cosine"
     """After the warm-up: cosine, linear, wsd (warm-up, stable, decay) or constant."""
     final_lr_ratio: float = 0.1
-    """Learning rate of the last update, as a fraction of the peak."""
+    """Learning rate that the schedule ends at, reached after the last update, as a fraction of the peak."""
     wsd_decay: float = 0.2
     """Fraction of all updates in which wsd decays."""
     beta1: float = 0.9

@@ -22,6 +22,8 @@ class Devices:
     """Whether jax must be told to emulate `count` devices on the CPU."""
     message: str | None
     """One line for the user, or None."""
+    problem: str | None = None
+    """Why no run can start on this machine, with the fix, or None."""
 
 
 def plan_devices(
@@ -29,8 +31,9 @@ def plan_devices(
 ) -> Devices:
     """Count the devices without jax. A mesh that does not fit them is refused by `validate.problems`.
 
-    Emulation is automatic only on a machine with no accelerator that jax can use: then the mesh gets the devices it
-    names. `num_processes` processes are taken to have the same number of accelerators each.
+    Emulation is automatic only on a machine without an accelerator: then the mesh gets the devices it names. On a
+    machine with some that jax cannot use, it has to be asked for. `num_processes` processes are taken to have the same
+    number of accelerators each.
     """
     if config.emulate is not None:
         plural = "" if config.emulate == 1 else "s"
@@ -41,10 +44,13 @@ def plan_devices(
     missing = jax_lacks(found)
     if found and missing is None:
         return Devices(count=len(found) * num_processes, emulated=False, message=None)
-    why = "no accelerator found"
-    if found:
-        why = f"{len(found)} {found[0].split(':')[0]} accelerators found, but jax lacks their plugin ({missing})"
     count = num_named(config.mesh) if is_sized(config.mesh) else 1
+    if found:
+        kind = found[0].split(":")[0]
+        problem = (
+            f"{len(found)} {kind} accelerators found, but jax cannot use them: {missing}, or run on the CPU with --emulate {count}"
+        )
+        return Devices(count=count, emulated=False, message=None, problem=problem)
     if count == 1:
-        return Devices(count=1, emulated=False, message=f"{why}: running on one CPU device")
-    return Devices(count=count, emulated=True, message=f"{why}: emulating {count} devices on the CPU")
+        return Devices(count=1, emulated=True, message="no accelerator found: running on one CPU device")
+    return Devices(count=count, emulated=True, message=f"no accelerator found: emulating {count} devices on the CPU")

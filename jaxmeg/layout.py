@@ -191,5 +191,5 @@ def layout_rows(layout: Layout) -> list[LayoutRow]:
         whole = layout.zero.shard_state and leaf.zero_dim is None and bool(leaf.zero_axes)
         entries = [",".join(leaf.zero_axes if i == leaf.zero_dim else axes) or "-" for i, axes in enumerate(leaf.axes)]
         rows.append(LayoutRow(leaf.path, leaf.shape, leaf.dims, f"({', '.join(entries)})", 4 * math.prod(local),
-                              "not sharded by ZeRO: no free dim divides" if whole else ""))
+                              "whole: ZeRO divides no dim" if whole else ""))
     return rows

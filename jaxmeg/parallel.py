@@ -26,8 +26,6 @@ AXES: tuple[str, ...] = tuple(axis.value for axis in Axis)
 DATA_AXES: tuple[str, ...] = (Axis.REP, Axis.DP, Axis.EP)  # rows of the batch are split over these
 ZERO_AXES: tuple[str, ...] = (Axis.DP, Axis.EP, Axis.CP)  # ZeRO shards state over these
 
-HEAD_AXES: tuple[str, ...] = (Axis.PP, Axis.TP)  # ranks that hold the same head input
-
 Tree = TypeVar("Tree")
 
 
@@ -136,14 +134,13 @@ def stage() -> jax.Array:
     return lax.axis_index(Axis.PP)
 
 
+def on_last_stage() -> jax.Array:
+    return stage() == lax.axis_size(Axis.PP) - 1
+
+
 def from_last_stage(x: jax.Array) -> jax.Array:
     """The last stage's value, on every stage."""
-    last = lax.axis_size(Axis.PP) - 1
-    return all_sum(jnp.where(stage() == last, x, jnp.zeros_like(x)), (Axis.PP,))
-
-
-def sum_over_stages(x: jax.Array) -> jax.Array:
-    return all_sum(x, (Axis.PP,))
+    return all_sum(only_on(on_last_stage(), x), (Axis.PP,))
 
 
 def only_on(owner: jax.Array | bool, x: jax.Array) -> jax.Array:
@@ -151,7 +148,13 @@ def only_on(owner: jax.Array | bool, x: jax.Array) -> jax.Array:
     return jnp.where(owner, x, jnp.zeros_like(x))
 
 
-def first_of(axes: Iterable[str]) -> jax.Array | bool:
-    """Whether this device has index 0 along each of `axes`."""
-    axes = active(axes)
-    return rank(axes) == 0 if axes else True
+def computes_loss(vocab_axes: Sequence[str]) -> jax.Array:
+    """Whether this rank takes part in the loss, whose input all stages and tp ranks hold: all ranks that share the
+    vocabulary do; along an axis that does not shard it, only the last stage and the first tp rank, so that nothing is added twice."""
+    first_tp = lax.axis_index(Axis.TP) == 0
+    return (on_last_stage() | (Axis.PP in vocab_axes)) & (first_tp | (Axis.TP in vocab_axes))
+
+
+def reports_loss() -> jax.Array:
+    """The one rank per data-parallel rank whose value of the loss is added up."""
+    return on_last_stage() & (lax.axis_index(Axis.TP) == 0)

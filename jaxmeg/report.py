@@ -78,7 +78,7 @@ def print_layout(setup: Setup) -> None:
     for row, decay in zip(rows, decays, strict=True):
         table.add_row(row.path, str(row.shape), " ".join(row.dims), row.spec, f"{row.bytes_per_device:,}",
                       "yes" if decay else "-", row.note)
-    wide = Console(highlight=False, width=max(console.width, 150))
+    wide = Console(highlight=False, width=max(console.width, 170))
     wide.print(table)
     whole = sum(row.bytes_per_device for row in rows if row.note)
     wide.print(f"total {sum(row.bytes_per_device for row in rows):,} bytes of fp32 parameters a device, and twice that of AdamW moments; "

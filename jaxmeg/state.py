@@ -73,3 +73,17 @@ def canonical(setup: Setup, params: Any) -> Any:
         return host[: setup.model.arch.vocab_size] if leaf.dims[0] == "vocab" else host
 
     return jax.tree.map(one, setup.layout.leaves, params, is_leaf=is_leaf_layout)
+
+
+def from_canonical(setup: Setup, tree: Any) -> Any:
+    """The inverse of `canonical`: host arrays placed in the layout's shardings, padding filled with zeros."""
+    rows = np.asarray(setup.placement.rows)
+
+    def one(leaf: Any, host: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        if leaf.dims[0] in ("layers", "vocab"):
+            memory = np.zeros(leaf.shape, host.dtype)
+            memory[rows if leaf.dims[0] == "layers" else slice(len(host))] = host
+            host = memory
+        return jax.device_put(host, sharding)
+
+    return jax.tree.map(one, setup.layout.leaves, tree, setup.layout.shardings, is_leaf=is_leaf_layout)

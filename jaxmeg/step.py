@@ -170,7 +170,7 @@ def make_eval_step(setup: Setup, num_microbatches: int) -> Callable[[Any, Rows],
 
         def read(y: jax.Array, m: jax.Array) -> jax.Array:
             loss = work.model.loss(head, y, work.batch.labels_MBT[m], work.batch.weights_MBT[m])
-            return parallel.only_on(parallel.first_of(setup.layout.vocab_axes), loss)
+            return parallel.only_on(parallel.reports_loss(), loss)
 
         total = jax.lax.psum(jnp.sum(outputs(work, table, read)), AXES)
         return total, jax.lax.psum(jnp.sum(rows.mask.astype(jnp.float32)), DATA_AXES)

@@ -5,22 +5,16 @@ Prints one JSON line: median step seconds over --train.steps steps after three w
 """
 
 import json
-import os
 import statistics
 import sys
 import time
 
-from jaxmeg.cli import check, parse
-from jaxmeg.devices import plan_devices
+from jaxmeg.cli import parse, start
 
 
 def main(argv: list[str]) -> int:
     config = parse(argv)
-    devices = plan_devices(config)
-    check(config, devices.count)
-    if devices.emulated:
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices.count}"
+    start(config)
 
     import jax
     import numpy as np

@@ -1,26 +1,23 @@
 #!/usr/bin/env python3
 """Train a model: `python scripts/train.py --mesh tp=4,pp=2`. The path is here -> jaxmeg.train.run -> step.make_train_step."""
 
-import os
 import sys
 
-from jaxmeg.cli import check, fail, parse
-from jaxmeg.devices import plan_devices
+from jaxmeg.cli import fail, parse, start
 
 
 def main(argv: list[str]) -> int:
     config = parse(argv)
-    devices = plan_devices(config)
-    check(config, devices.count)
-    if devices.message:
-        print(devices.message)
-    if devices.emulated or devices.message:  # before jax is imported
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices.count}"
+    count = start(config)
+
+    import jax  # from here on the number of devices is fixed
 
     from jaxmeg.data.text import DataError
     from jaxmeg.train import RunError, run
 
+    if len(jax.devices()) < count:
+        fail([f"jax sees {len(jax.devices())} {jax.default_backend()} devices, but this machine has {count}: check the driver and jax's "
+              "plugin with tpu_gpu_setup/check_devices.py, or run on the CPU with --emulate"])
     try:
         run(config)
     except DataError as error:

@@ -219,7 +219,7 @@ def plan(config: Config, root: Path, **environ: str) -> tuple[int, bool, str | N
 
 def test_without_accelerators_the_mesh_is_emulated(machine):
     root = machine(0)
-    assert plan(Config(), root) == (1, False, "no accelerator found: running on one CPU device")
+    assert plan(Config(), root) == (1, True, "no accelerator found: running on one CPU device")
     eight = Config(mesh=MeshConfig(tp=4, pp=2))
     assert plan(eight, root) == (8, True, "no accelerator found: emulating 8 devices on the CPU")
     assert plan(Config(emulate=4), root) == (4, True, "emulating 4 devices on the CPU")
@@ -240,11 +240,12 @@ def test_accelerators_are_counted_not_emulated(machine, capsys):
     )
 
 
-def test_gpus_without_the_plugin_are_named(machine):
+def test_gpus_that_jax_cannot_use_are_an_error(machine):
+    """Never a silent run on the CPU of a GPU machine: emulation has to be asked for."""
     root = machine(2, lacks='pip install "jax[cuda13]"')
-    assert plan(Config(mesh=MeshConfig(tp=2)), root) == (
-        2,
-        True,
-        '2 nvidia accelerators found, but jax lacks their plugin (pip install "jax[cuda13]"): '
-        "emulating 2 devices on the CPU",
+    planned = plan_devices(Config(mesh=MeshConfig(tp=2)), {}, root)
+    assert planned.problem == (
+        "2 nvidia accelerators found, but jax cannot use them: pip install \"jax[cuda13]\", or run on the CPU with --emulate 2"
     )
+    assert plan_devices(Config(emulate=2), {}, root).problem is None
+

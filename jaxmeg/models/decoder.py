@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxmeg import parallel
 from jaxmeg.arch import Arch
 from jaxmeg.models.layers import MLP, Attention, Norm, Options, Randomness, drop, parameter
-from jaxmeg.ops.vocab import default_chunks, logits, lookup, token_loss
+from jaxmeg.ops.vocab import logits, lookup, token_loss
 
 # Named values a forward pass keeps for its backward pass. Never kept: gathered tokens, norms, activations (cheap to
 # redo), and anything that depends on weights alone.
@@ -157,27 +157,21 @@ class Decoder:
         return {name: params[name] for name in (("head", "embed") if self.arch.tied else ("head",))}
 
     def _hidden(self, params: Any, x_BtD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Normed hidden states of all tokens [B, T, D], and the output table."""
+        """Normed hidden states of this rank's tokens, and the output table."""
         head = self.parts["head"].bind(params["head"])
-        table = params["embed"]["tokens"] if self.arch.tied else head.tokens[...]
-        return parallel.gather_tokens(head.norm(x_BtD)), table
+        return head.norm(x_BtD), params["embed"]["tokens"] if self.arch.tied else head.tokens[...]
 
     def loss(self, params: Any, x_BtD: jax.Array, labels_BT: jax.Array, weights_BT: jax.Array,
              num_chunks: int | None = None) -> jax.Array:
-        """Sum of weight * cross-entropy of one microbatch, fp32 [].
-
-        Where an axis does not shard the vocabulary its ranks would each count the whole loss: only the first counts.
-        """
-        h, table = self._hidden(params, x_BtD)
-        counts = parallel.first_of(axis for axis in parallel.HEAD_AXES if axis not in self.vocab_axes)
-        h_ND = h.reshape(-1, h.shape[-1])
-        chunks = num_chunks or default_chunks(h_ND.shape[0], table.shape[0])
-        return token_loss(h_ND, table, labels_BT.reshape(-1), parallel.only_on(counts, weights_BT).reshape(-1),
-                          self.vocab_axes, self.arch.vocab_size, chunks)
+        """Sum of weight * cross-entropy of one microbatch, fp32 []: the value counts where `parallel.reports_loss`, the
+        gradient in x is on the last stage."""
+        h_BtD, table = self._hidden(params, x_BtD)
+        weights_BT = parallel.only_on(parallel.computes_loss(self.vocab_axes), weights_BT)
+        return token_loss(h_BtD, table, labels_BT, weights_BT, self.vocab_axes, self.arch.vocab_size, num_chunks)
 
     def next_token_logits(self, params: Any, x_BtD: jax.Array, position: jax.Array) -> jax.Array:
         """fp32 logits [B, vocab_size] of the token after `position`, int32 []."""
-        h, table = self._hidden(params, x_BtD)
-        h_BD = jax.lax.dynamic_index_in_dim(h, position, axis=1, keepdims=False)
+        h_BtD, table = self._hidden(params, x_BtD)
+        h_BD = jax.lax.dynamic_index_in_dim(parallel.gather_tokens(h_BtD), position, axis=1, keepdims=False)
         z = logits(h_BD, table, self.vocab_axes, self.arch.vocab_size)
         return parallel.all_gather(z, self.vocab_axes, dim=1)[:, : self.arch.vocab_size]

@@ -14,7 +14,7 @@ from jax import lax
 from jaxmeg import parallel
 from jaxmeg._compat import own_vjp
 
-CHUNK_LOGITS = 2**26  # fp32 logits of one chunk on one device: at most 256 MiB
+CHUNK_LOGITS = 2**28  # fp32 logits of one chunk on one device: at most 1 GiB; each chunk reads and writes the table's gradient
 
 
 def _local(table: jax.Array, ids: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
@@ -84,33 +84,54 @@ def default_chunks(num_tokens: int, vocab_rows: int) -> int:
 
 
 @own_vjp(4, 5, 6)
-def token_loss(h_ND: jax.Array, table_VD: jax.Array, labels_N: jax.Array, weights_N: jax.Array,
-               axes: tuple[str, ...], vocab_size: int, num_chunks: int) -> jax.Array:
+def token_loss(h_BtD: jax.Array, table_VD: jax.Array, labels_BT: jax.Array, weights_BT: jax.Array,
+               axes: tuple[str, ...], vocab_size: int, num_chunks: int | None) -> jax.Array:
     """Sum over tokens of weight * cross-entropy, in nats: fp32 [], the same value on every rank of `axes`.
 
-    h: hidden states in the compute dtype, equal on all ranks of `axes`; weights: fp32, 0 for a token that is not trained.
-    The gradients are partial sums: that of h over this rank's part of the vocabulary, that of the table for this rank's rows.
+    h: this rank's tokens in the compute dtype, gathered here; equal on all stages. weights: fp32, 0 for a token that is
+    not trained, and on ranks that do not take part (`parallel.computes_loss`). num_chunks: None for a size that keeps
+    logits within CHUNK_LOGITS. The ranks' parts of the gradient of h are added in fp32 and rounded once; the last stage
+    holds it, the others hold zero. The table's gradient is of this rank's rows.
     """
+    table = table_VD.astype(h_BtD.dtype)  # once, not once a chunk
+
     def one(total: jax.Array, chunk: tuple[jax.Array, jax.Array, jax.Array]):
         h, labels, weights = chunk
-        return total + _chunk(h, table_VD, labels, weights, axes, vocab_size)[0], None
+        return total + _chunk(h, table, labels, weights, axes, vocab_size)[0], None
+
     zero = parallel.vary(jnp.zeros((), jnp.float32))
-    return lax.scan(one, zero, _chunked(h_ND, labels_N, weights_N, num_chunks))[0]
+    return lax.scan(one, zero, _gathered_chunks(h_BtD, table, labels_BT, weights_BT, num_chunks))[0]
 
 
-def _token_loss_fwd(h_ND, table, labels_N, weights_N, axes, vocab_size, num_chunks):
-    def one(carry, chunk):
-        total, dtable = carry
+def _gathered_chunks(h_BtD, table, labels_BT, weights_BT, num_chunks: int | None):
+    h_BTD = parallel.gather_tokens(h_BtD)
+    h_ND = h_BTD.reshape(-1, h_BTD.shape[-1])
+    num_chunks = num_chunks or default_chunks(h_ND.shape[0], table.shape[0])
+    return _chunked(h_ND, labels_BT.reshape(-1), weights_BT.reshape(-1), num_chunks)
+
+
+def _token_loss_fwd(h_BtD, table_VD, labels_BT, weights_BT, axes, vocab_size, num_chunks):
+    table = table_VD.astype(h_BtD.dtype)
+
+    def one(chunk):
         h, labels, weights = chunk
         loss, (z, peak, exp_sum, hit) = _chunk(h, table, labels, weights, axes, vocab_size)
         p = jnp.exp(z - peak[:, None]) / exp_sum[:, None]
         dz = ((p - hit.astype(jnp.float32)) * weights[:, None]).astype(h.dtype)
-        dtable = dtable + lax.dot_general(dz, h, (((0,), (0,)), ((), ())), preferred_element_type=table.dtype)
-        return (total + loss, dtable), jnp.dot(dz, table.astype(h.dtype))
+        dtable = lax.dot_general(dz, h, (((0,), (0,)), ((), ())), preferred_element_type=table_VD.dtype)
+        return (loss, dtable), jnp.dot(dz, table, preferred_element_type=jnp.float32)
 
-    start = parallel.vary((jnp.zeros((), jnp.float32), jnp.zeros(table.shape, table.dtype)))
-    (loss, dtable), dh = lax.scan(one, start, _chunked(h_ND, labels_N, weights_N, num_chunks))
-    return loss, (dh.reshape(-1, h_ND.shape[1])[: h_ND.shape[0]], dtable)
+    def add(sums, chunk):
+        more, dh = one(chunk)
+        return jax.tree.map(jnp.add, sums, more), dh
+
+    chunks = _gathered_chunks(h_BtD, table, labels_BT, weights_BT, num_chunks)
+    start, first = one(jax.tree.map(lambda x: x[0], chunks))  # the sums start with it: a table of zeros would be copied
+    (loss, dtable), rest = lax.scan(add, start, jax.tree.map(lambda x: x[1:], chunks))
+    dh = jnp.concatenate([first[None], rest])
+    dh_BTD = dh.reshape(-1, dh.shape[-1])[: labels_BT.size].reshape(*labels_BT.shape, dh.shape[-1])
+    dh_BtD = parallel.all_sum(parallel.scatter_tokens(dh_BTD, partial=True), (axis for axis in axes if axis != "tp"))
+    return loss, (parallel.only_on(parallel.on_last_stage(), dh_BtD).astype(h_BtD.dtype), dtable)
 
 
 def _token_loss_bwd(axes, vocab_size, num_chunks, saved, dloss):

@@ -84,13 +84,12 @@ class Work:
 
     # ---------------------------------------------------------------- H: the microbatch that leaves
     def head(self, grads: Tree, microbatch: jax.Array, y: jax.Array) -> tuple[Tree, jax.Array, jax.Array]:
-        """Loss of the microbatch (each token counted on one rank), its gradient in head and y. y: valid on the last stage."""
+        """Gradients with the head's added, loss of the microbatch (each token counted on one rank), dy. y and dy: on the last stage."""
         labels, weights = self.batch.labels_MBT[microbatch], self.batch.weights_MBT[microbatch]
         params = self.model.head_params({name: self.whole(name) for name in ("head", "embed")})
         loss, vjp = jax.vjp(lambda p, y: self.model.loss(p, y, labels, weights), params, parallel.from_last_stage(y))
         dparams, dy = vjp(jnp.ones_like(loss))
-        counted = parallel.only_on(parallel.first_of(self.layout.vocab_axes), loss)
-        return self.add(grads, dparams), counted, parallel.sum_over_stages(dy)
+        return self.add(grads, dparams), parallel.only_on(parallel.reports_loss(), loss), dy
 
     # ---------------------------------------------------------------- F and B: one chunk of layers
     def layer(self, chunk: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array, Tree]:

@@ -1,0 +1,146 @@
+"""The training run as a user starts it, and layouts compared over whole runs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from jaxmeg.arch import PRESETS, num_params
+from jaxmeg.config import (
+    Config,
+    DataConfig,
+    LayoutConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+from jaxmeg.data.text import DataError, open_text, read_text
+from jaxmeg.train import RunError, run
+
+ROOT = Path(__file__).parent.parent
+TINY = ["--model", "toy", "--seq_len", "32", "--global_batch", "8", "--train.eval_rows", "10", "--train.sample_tokens", "5",
+        "--train.log_every", "2"]
+
+
+def train(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """scripts/train.py in a fresh process, with the environment of a user: no device count set beforehand."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), *arguments]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    arguments = [*TINY, "--mesh", "tp=2,pp=2", "--steps", "6", "--train.eval_every", "3", "--optim.warmup", "2"]
+    return folder, train(*arguments, cwd=folder), arguments
+
+
+def test_a_run_says_what_it_does(finished):
+    _, done, _ = finished
+    assert done.returncode == 0, done.stderr
+    assert "no accelerator found: emulating 4 devices on the CPU" in done.stderr
+    for part in ("pp=2,tp=2, ZeRO 1", "1f1b, 2 stages x 1 chunks; bubble", "step     6/6  loss", "tokens/s", "s left",
+                 "step     6/6  validation loss", "over 320 tokens", "weights, config and metrics in runs"):
+        assert part in done.stdout, part
+
+
+def test_a_run_leaves_metrics_config_and_weights(finished):
+    folder, done, _ = finished
+    assert done.returncode == 0
+    records = [json.loads(line) for line in (folder / "runs" / "demo" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "loss" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(record["tokens"] == 8 * 32 and record["applied"] for record in steps)
+    np.testing.assert_allclose([record["lr"] for record in steps[:3]], [0, 1.5e-3, 3e-3], rtol=1e-6)
+    assert [record["step"] for record in records if "validation_loss" in record] == [3, 6]
+    weights = ocp.StandardCheckpointer().restore(folder / "runs" / "demo" / "weights")
+    assert sum(leaf.size for leaf in jax.tree.leaves(weights)) == num_params(PRESETS["toy"])
+    assert weights["layers"]["mlp"]["up"].shape == (4, 64, 128)
+
+
+def test_nothing_is_overwritten(finished):
+    folder, _, arguments = finished
+    before = (folder / "runs" / "demo" / "metrics.jsonl").read_bytes()
+    again = train(*arguments, cwd=folder)
+    assert again.returncode == 0 and "runs/demo-2" in again.stdout
+    assert (folder / "runs" / "demo" / "metrics.jsonl").read_bytes() == before
+
+
+def test_show_layout_lists_every_leaf_and_trains_nothing(tmp_path):
+    arguments = ["--model", "toy", "--model.num_kv_heads", "1", "--mesh", "tp=2,dp=3", "--zero", "3", "--global_batch", "6"]
+    done = train(*arguments, "--show_layout", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for leaf in ("embed.tokens", "layers.attention.key", "head.norm.weight"):
+        assert leaf in done.stdout
+    assert done.stdout.count("whole: ZeRO divides no dim") == 12  # no dim of this model divides by 3
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_short_text_is_one_line(tmp_path):
+    (tmp_path / "short.txt").write_text("to be or not to be" * 10)
+    done = train(*TINY, "--data.text", "short.txt", "--steps", "3", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("error:") == 1 and "180 bytes" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_skips_in_a_row_stop_the_run(tmp_path, capsys):
+    """A learning rate that breaks the weights at update 1: updates 2 to 6 are skipped, then the run stops and says why."""
+    config = Config(model=ModelConfig(preset="toy"), mesh=MeshConfig(dp=1), data=DataConfig(seq_len=16, global_batch=2),
+                    optim=OptimConfig(lr=1e30, warmup=0, schedule="constant"), train=TrainConfig(steps=20, out=str(tmp_path / "run")))
+    with pytest.raises(RunError, match=r"stopped at step 6: 5 updates in a row were skipped .*embed.tokens.*lower optim.lr"):
+        run(config, jax.devices()[:1])
+    assert capsys.readouterr().err.count("update skipped") == 5
+
+
+def test_rows_of_an_update_depend_on_seed_and_number_alone():
+    tokens, _ = read_text(None)
+    data = open_text(tokens, 64, 0.1, seed=3, global_batch=32)
+    later = data.batch(400, 32)
+    np.testing.assert_array_equal(later.inputs, data.batch(400, 32).inputs)
+    np.testing.assert_array_equal(later.inputs[:, 1:], later.labels[:, :-1])
+    rows = {row.tobytes() for row in data.batch(0, data.num_training).inputs}
+    assert rows == {row.tobytes() for row in data.rows(np.arange(data.num_training)).inputs}  # an epoch has every row
+    assert not np.array_equal(data.batch(0, 32).inputs, open_text(tokens, 64, 0.1, seed=4, global_batch=32).batch(0, 32).inputs)
+    assert data.validation(0).inputs.shape == (data.num_rows - data.num_training, 64)
+    with pytest.raises(DataError, match="100 bytes, 1 training rows"):
+        open_text(tokens[:100], 64, 0.0, 0, 2)
+
+
+FIFTY = {
+    "one device": (1, {}, {}, {}),
+    "tp=4,pp=2": (8, {"tp": 4, "pp": 2}, {}, {}),
+    "dp=8 --zero 3": (8, {"dp": 8}, {"zero": 3}, {}),
+    "pp=4,dp=2 --zero 2 --schedule interleaved": (8, {"pp": 4, "dp": 2}, {"zero": 2}, {"schedule": "interleaved"}),
+}
+
+
+@pytest.mark.slow
+def test_fifty_steps_of_the_demo_on_four_layouts(tmp_path, capsys):
+    """The demo at lr 1e-3 in fp32: the largest difference of the loss from one device over 50 updates is below 1e-3."""
+    losses = {}
+    for name, (count, mesh, layout, pipeline) in FIFTY.items():
+        config = Config(
+            mesh=MeshConfig(**{"dp": 1, **mesh}), layout=LayoutConfig(**layout), pipeline=PipelineConfig(**pipeline),
+            optim=OptimConfig(lr=1e-3), precision=PrecisionConfig(compute="fp32", matmul="highest"),
+            train=TrainConfig(steps=50, eval_every=0, sample_tokens=0, out=str(tmp_path / name)))
+        result = run(config, jax.devices()[:count])
+        assert result is not None
+        losses[name] = np.array(result.losses)
+    with capsys.disabled():
+        for name, values in losses.items():
+            off = np.abs(values - losses["one device"]).max()
+            print(f"\n{name}: loss {values[0]:.6f} -> {values[-1]:.6f}, largest difference {off:.1e}", end="")
+        print()
+    assert losses["one device"][-1] < 3.5
+    for values in losses.values():
+        assert np.abs(values - losses["one device"]).max() < 1e-3
