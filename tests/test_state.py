@@ -246,4 +246,4 @@ def test_what_zero_cannot_shard_is_listed_with_its_bytes() -> None:
     layout = place({"dp": 4}, 1, (4, 6), ("layers", "head_dim"))
     (row,) = layout_rows(layout)
     assert (row.path, row.spec, row.bytes_per_device) == ("layers.up", "(-, -)", 4 * 4 * 6)
-    assert row.note == "not sharded by ZeRO: no free dim divides"
+    assert row.note == "whole: ZeRO divides no dim"
