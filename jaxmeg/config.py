@@ -190,7 +190,7 @@ class DataConfig:
 class TrainConfig:
     """Length of the run and what it reports."""
 
-    steps: int = 220
+    steps: int = 180
     """Updates."""
     seed: int = 0
     """Seeds initial weights, data order and dropout."""

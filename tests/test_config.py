@@ -99,9 +99,9 @@ RULES = [
     ("train.dropout=1.0", 1,
      "train.dropout=1.0 is out of range: use a number in [0, 1)"),
     ("optim.warmup=400", 1,
-     "optim.warmup=400 is more than train.steps=300: use warmup 300 or less, or more steps"),
-    ("optim.schedule=wsd optim.wsd_decay=0.9 optim.warmup=60", 1,
-     "optim.wsd_decay=0.9 of train.steps=300 starts inside optim.warmup=60: use wsd_decay 0.8 or less"),
+     "optim.warmup=400 is more than train.steps=180: use warmup 180 or less, or more steps"),
+    ("optim.schedule=wsd optim.wsd_decay=0.9 optim.warmup=36", 1,
+     "optim.wsd_decay=0.9 of train.steps=180 starts inside optim.warmup=36: use wsd_decay 0.8 or less"),
     # Options that nothing would read.
     ("pipeline.schedule=1f1b", 1,
      "pipeline.schedule=1f1b has no effect with mesh.pp=1: leave schedule out, or use pp 2 or more"),

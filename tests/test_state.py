@@ -87,13 +87,16 @@ def test_initial_weights_are_the_same_bits_on_every_layout(name: str) -> None:
 
 
 def test_initial_scales() -> None:
-    """Normal with 0.02, GPT-2's; projections back into the residual stream 0.02 / sqrt(2 * layers); norms 1."""
+    """1 / sqrt(fan in); projections back into the residual stream smaller by sqrt(2 * layers), as GPT-2's; norms 1."""
+    arch = setup_of("one device").model.arch
+    fan_in = {".out": arch.num_heads * arch.head_dim, ".down": arch.mlp_dim}
     got = paths(canonical(setup_of("one device"), initial("one device").params))
     for path, leaf in got.items():
         if "norm" in path:
             assert (leaf == 1).all()
             continue
-        want = 0.02 / math.sqrt(2 * LAYERS) if path.endswith((".out", ".down")) else 0.02
+        last = path[path.rindex(".") :]
+        want = 1 / math.sqrt(fan_in[last] * 2 * LAYERS) if last in fan_in else 1 / math.sqrt(arch.embed_dim)
         assert leaf.std() == pytest.approx(want, rel=5 / math.sqrt(2 * leaf.size)), path
         assert abs(leaf.mean()) < 5 * want / math.sqrt(leaf.size), path
 

@@ -34,10 +34,11 @@ class Embed(nnx.Module):
     """Token table, and a position table where positions are learned."""
 
     def __init__(self, arch: Arch, vocab_rows: int, rngs: nnx.Rngs):
-        table = parameter(rngs, (arch.vocab_size, arch.embed_dim), ("vocab", "embed"))
+        table = parameter(rngs, (arch.vocab_size, arch.embed_dim), ("vocab", "embed"), arch.embed_dim)
         self.tokens = nnx.Param(_pad_rows(table[...], vocab_rows), dims=("vocab", "embed"))
         learned = arch.positions == "learned"
-        self.positions = parameter(rngs, (arch.max_seq_len, arch.embed_dim), ("positions", "embed")) if learned else None
+        shape = (arch.max_seq_len, arch.embed_dim)
+        self.positions = parameter(rngs, shape, ("positions", "embed"), arch.embed_dim) if learned else None
 
     def __call__(self, ids_BT: jax.Array, axes: tuple[str, ...], options: Options, randomness: Randomness) -> jax.Array:
         x_BtD = lookup(self.tokens[...], ids_BT, axes, options.dtype)
@@ -69,7 +70,7 @@ class Head(nnx.Module):
 
     def __init__(self, arch: Arch, vocab_rows: int, rngs: nnx.Rngs):
         self.norm = Norm(arch, arch.embed_dim, "embed", arch.norm)
-        table = None if arch.tied else parameter(rngs, (arch.vocab_size, arch.embed_dim), ("vocab", "embed"))
+        table = None if arch.tied else parameter(rngs, (arch.vocab_size, arch.embed_dim), ("vocab", "embed"), arch.embed_dim)
         self.tokens = None if table is None else nnx.Param(_pad_rows(table[...], vocab_rows), dims=("vocab", "embed"))
 
 

@@ -21,8 +21,6 @@ from jaxmeg.ops.norm import layer_norm, rms_norm
 from jaxmeg.ops.rope import rope
 from jaxmeg.precision import add_bias
 
-INIT_STDDEV = 0.02  # GPT-2's; projections back into the residual stream are scaled down by sqrt(2 * layers)
-
 
 class Options(NamedTuple):
     """What a run decides about the model's arithmetic. Static."""
@@ -40,8 +38,14 @@ class Randomness(NamedTuple):
     rows_B: jax.Array
 
 
-def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], dims: tuple[str, ...], stddev: float = INIT_STDDEV) -> nnx.Param:
-    return nnx.Param(stddev * jax.random.normal(rngs.params(), shape, jnp.float32), dims=dims)
+def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], dims: tuple[str, ...], fan_in: int, scale: float = 1.0) -> nnx.Param:
+    """Normal with standard deviation scale / sqrt(fan_in): a product keeps the size of its input at any width."""
+    return nnx.Param(scale / fan_in**0.5 * jax.random.normal(rngs.params(), shape, jnp.float32), dims=dims)
+
+
+def residual_scale(arch: Arch) -> float:
+    """Of projections back into the residual stream, so that its size does not grow with depth (GPT-2)."""
+    return (2 * arch.num_layers) ** -0.5
 
 
 def constant(value: float, shape: tuple[int, ...], dims: tuple[str, ...]) -> nnx.Param:
@@ -77,10 +81,10 @@ class Attention(nnx.Module):
     def __init__(self, arch: Arch, options: Options, rngs: nnx.Rngs):
         D, H, G, K = arch.embed_dim, arch.num_heads, arch.num_kv_heads, arch.head_dim
         self.arch, self.options = arch, options
-        self.query = parameter(rngs, (D, H, K), ("embed", "heads", "head_dim"))
-        self.key = parameter(rngs, (D, G, K), ("embed", "kv_heads", "head_dim"))
-        self.value = parameter(rngs, (D, G, K), ("embed", "kv_heads", "head_dim"))
-        self.out = parameter(rngs, (H, K, D), ("heads", "head_dim", "embed"), INIT_STDDEV / (2 * arch.num_layers) ** 0.5)
+        self.query = parameter(rngs, (D, H, K), ("embed", "heads", "head_dim"), D)
+        self.key = parameter(rngs, (D, G, K), ("embed", "kv_heads", "head_dim"), D)
+        self.value = parameter(rngs, (D, G, K), ("embed", "kv_heads", "head_dim"), D)
+        self.out = parameter(rngs, (H, K, D), ("heads", "head_dim", "embed"), H * K, residual_scale(arch))
         bias = arch.attn_bias
         self.query_bias = constant(0.0, (H, K), ("heads", "head_dim")) if bias else None
         self.key_bias = constant(0.0, (G, K), ("kv_heads", "head_dim")) if bias else None
@@ -116,9 +120,9 @@ class MLP(nnx.Module):
         D, F = arch.embed_dim, arch.mlp_dim
         self.arch = arch
         gated = arch.activation == "swiglu"
-        self.gate = parameter(rngs, (D, F), ("embed", "mlp")) if gated else None
-        self.up = parameter(rngs, (D, F), ("embed", "mlp"))
-        self.down = parameter(rngs, (F, D), ("mlp", "embed"), INIT_STDDEV / (2 * arch.num_layers) ** 0.5)
+        self.gate = parameter(rngs, (D, F), ("embed", "mlp"), D) if gated else None
+        self.up = parameter(rngs, (D, F), ("embed", "mlp"), D)
+        self.down = parameter(rngs, (F, D), ("mlp", "embed"), F, residual_scale(arch))
         self.gate_bias = constant(0.0, (F,), ("mlp",)) if gated and arch.mlp_bias else None
         self.up_bias = constant(0.0, (F,), ("mlp",)) if arch.mlp_bias else None
         self.down_bias = constant(0.0, (D,), ("embed",)) if arch.mlp_bias else None
