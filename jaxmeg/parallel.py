@@ -3,7 +3,7 @@
 Everything here runs inside `shard_map` with every mesh axis manual. All values are kept *varying* over all axes, so
 that the derivative of a verb is its plain local transpose and nothing is summed unasked: a value that is equal on
 several ranks holds, in the backward pass, one *partial* cotangent a rank, and whoever owns it adds them up
-(`layout.LeafLayout.reduce_axes`). Model code calls these verbs and names no mesh axis. A verb over axes of size 1 is the identity.
+(`layout.Layout.reduce`). Model code calls these verbs and names no mesh axis. A verb over axes of size 1 is the identity.
 
 Shapes: B rows, T tokens of the whole sequence, t = T / tp tokens of one rank.
 """

@@ -232,26 +232,26 @@ def _pipeline(work: Work, table: Table) -> tuple[jax.Array, Tree]:
     last = parallel.stage() == table.num_stages - 1
 
     def tick(kind: str, carry: Carry, r: dict[str, jax.Array]) -> Carry:
-        inbox, outbox_dy, ring, grads, loss = (carry[k] for k in ("forward", "backward", "ring", "grads", "loss"))
+        inbox, inbox_dy, ring, grads, loss = (carry[k] for k in ("forward", "backward", "ring", "grads", "loss"))
         y = dx = None
         if "F" in kind:
             ring, y = work.forward(ring, inbox[r["f_src"]], r["f_mb"], r["f_chunk"], r["f_slot"])
         if "H" in kind and y is not None:
             grads, microbatch_loss, dy = work.head(grads, r["h_mb"], y)
-            loss, outbox_dy = loss + microbatch_loss, outbox_dy.at[r["h_dst"]].set(dy)
+            loss, inbox_dy = loss + microbatch_loss, inbox_dy.at[r["h_dst"]].set(dy)
         if "G" in kind:
-            arrived = parallel.only_on(last & (r["g_ok"] > 0), outbox_dy[r["g_src"]])
+            arrived = parallel.only_on(last & (r["g_ok"] > 0), inbox_dy[r["g_src"]])
             grads = work.embed_backward(grads, r["g_mb"], arrived)
         if "B" in kind:  # a bubble has dy = 0 and reads residuals of a real forward: it adds zeros
-            dy = parallel.only_on(r["b_ok"] > 0, outbox_dy[r["b_src"]])
+            dy = parallel.only_on(r["b_ok"] > 0, inbox_dy[r["b_src"]])
             grads, dx = work.backward(ring, grads, dy, r["b_mb"], r["b_chunk"], r["b_slot"])
         if y is not None:
             inbox = inbox.at[r["xf_dst"]].set(parallel.send_forward(y))
         if "E" in kind:
             inbox = inbox.at[r["e_dst"]].set(work.embed(r["e_mb"]))
         if dx is not None:
-            outbox_dy = outbox_dy.at[r["xb_dst"]].set(parallel.send_backward(dx))
-        return {"forward": inbox, "backward": outbox_dy, "ring": ring, "grads": grads, "loss": loss}
+            inbox_dy = inbox_dy.at[r["xb_dst"]].set(parallel.send_backward(dx))
+        return {"forward": inbox, "backward": inbox_dy, "ring": ring, "grads": grads, "loss": loss}
 
     carry = _run_table(table, tick, {
         "forward": _inbox(work, table.forward_slots), "backward": _inbox(work, table.backward_slots),
