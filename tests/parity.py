@@ -72,6 +72,7 @@ ARCHS: dict[str, dict[str, Any]] = {
     "vocab250": {"preset": "toy", "vocab_size": 250},
     "tied250": {"preset": "toy", "vocab_size": 250, "tied": True},
     "qk_norm": {"preset": "toy", "qk_norm": True, "attn_bias": True},
+    "biases": {"preset": "toy", "attn_bias": True, "out_bias": True, "mlp_bias": True, "norm": "layer"},
     "gpt2": {"preset": "toy-gpt2"},
     "gpt2_untied5": {"preset": "toy-gpt2", "tied": False, "num_layers": 5},
     "odd_heads": {"preset": "toy", "num_heads": 9, "num_kv_heads": 3},

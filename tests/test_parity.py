@@ -6,6 +6,8 @@ A feature adds rows.
 
 import math
 
+import jax
+import numpy as np
 import pytest
 import reference
 from parity import LR, MOMENTUM, Outcome, Row, assert_same, batches, cached_run, distances, run, weights, worst
@@ -64,6 +66,7 @@ FP32 = [
     Row("pp=2,dp=2,tp=2", zero=3, arch="gpt2", remat="full"),
     Row("pp=2,dp=2,tp=2", zero=3, arch="kv1"),
     Row("pp=2,rep=2,tp=2", zero=1, arch="qk_norm"),
+    Row("pp=2,dp=2,tp=2", zero=2, arch="biases", remat="selective"),
     Row("pp=2,rep=2,dp=2", zero=3),
     Row("pp=2,rep=2,dp=2", zero=1, arch="llama6", remat="full"),
     Row("pp=2,dp=2,tp=2", zero=3, arch="llama6", microbatch=2, rows=12),
@@ -167,9 +170,10 @@ def test_16_bits_untouched_forward(row):
 
 @pytest.mark.parametrize("row", ROUNDED, ids=lambda row: row.name)
 def test_16_bits_rounded_partial_sums(row):
-    """No further from fp32 than 1.5 times one device in 16 bits, leaf by leaf.
+    """No further from fp32 than 1.5 times one device in 16 bits: every gradient leaf, and so the gradient norm.
 
-    Loss and norm are single numbers whose rounding may cancel by luck: they have an eighth of a roundoff of room.
+    The loss is one number whose rounding may cancel by luck. Over 12 batches its deviation from fp32 is, as root mean square, 1.07e-3
+    on one device and 1.28e-3 at tp=4 in bf16: a 21st and a 17th of a roundoff of the loss. A quarter is four times that.
     """
     half, full = cached_run(Row(arch=row.arch, compute=row.compute)), cached_run(Row(arch=row.arch))
     got = run(row)
@@ -177,6 +181,7 @@ def test_16_bits_rounded_partial_sums(row):
     rounding, mine = distances(half.grads, full.grads, floor), distances(got.grads, full.grads, floor)
     error, path = worst({path: mine[path] / rounding[path] for path in mine})
     assert error <= 1.5, f"gradient of {path} is {error:.2f} times as far from fp32 as one device's"
+    off = np.sqrt(sum(np.sum((a - b) ** 2) for a, b in zip(jax.tree.leaves(half.grads), jax.tree.leaves(full.grads))))
+    assert abs(got.grad_norm - full.grad_norm) <= 1.5 * off  # triangle inequality
     roundoff = {"bf16": 2.0**-8, "fp16": 2.0**-11}[row.compute]
-    for mine, one, exact in ((got.loss, half.loss, full.loss), (got.grad_norm, half.grad_norm, full.grad_norm)):
-        assert abs(mine - exact) <= max(1.5 * abs(one - exact), roundoff * exact / 8)
+    assert abs(got.loss - full.loss) <= roundoff * full.loss / 4
