@@ -160,8 +160,8 @@ class PrecisionConfig:
     """Number formats. Masters, moments, norms, softmax and loss are always fp32."""
 
     compute: str = "auto"
-    """Format of weights and activations in the forward and backward pass: auto, fp32, bf16 or fp16. auto is bf16 where
-    the chip has it, else fp16."""
+    """Format of weights and activations in the forward and backward pass: auto, fp32, bf16 or fp16. auto is bf16 on
+    GPUs that have it, fp16 on older ones, fp32 on a CPU."""
     reduce: str = "fp32"
     """Format in which ZeRO 2 and 3 reduce-scatter gradients: fp32 or bf16."""
     matmul: str = "default"
@@ -207,7 +207,7 @@ class TrainConfig:
     sample_prompt: str = "ROSALIND.\n"
     """Text that the sample continues."""
     out: str = "runs/demo"
-    """Folder for metrics and reports."""
+    """Folder for config, metrics and weights; the next free NAME-2, NAME-3, ... if it holds a run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,8 @@ PEAK_TFLOPS: Mapping[str, float] = {
     "TPU v5p": 459.0,
     "TPU v6 lite": 918.0,
 }
-"""Dense bf16 TFLOP/s with fp32 accumulation, by a part of jax's `device_kind`. From the vendors' data sheets."""
+"""Dense bf16 TFLOP/s with fp32 accumulation, by a part of jax's `device_kind`.
+By the vendors' published figures; only the H200's has been used here."""
 
 _TPU_VENDOR = "0x1ae0"
 _TPU_CHIPS = ("0x005e", "0x0062", "0x0063", "0x006f")  # v4, v5p, v5e, v6e: one jax device a chip
