@@ -29,11 +29,14 @@ AXES: tuple[Axis, ...] = tuple(Axis)
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 REMATS = ("none", "selective", "full")
-OPTIMIZERS = ("adamw", "sgd")
+OPTIMIZERS = ("adamw", "lion", "adafactor", "muon", "sgd")
 LR_SCHEDULES = ("cosine", "linear", "wsd", "constant")
 COMPUTE_DTYPES = ("auto", "fp32", "bf16", "fp16")
 REDUCE_DTYPES = ("fp32", "bf16")
 MATMULS = ("default", "highest")
+PACKINGS = ("concat", "fit", "none")
+LONG_DOCUMENTS = ("split", "truncate", "drop")
+SAVE_FAILURES = ("stop", "continue")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +81,10 @@ class ModelConfig:
     """RMS norm on queries and keys."""
     tied: bool | None = None
     """The head is the transpose of the embedding table."""
+    module: str | None = None
+    """Import path package.module:name of a Flax NNX module of your own, or of a function of rngs that makes one."""
+    loss: str | None = None
+    """Import path of its loss: (module, batch) -> losses, or (losses, weights)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +122,7 @@ class PipelineConfig:
     """How a pipeline is run. All null: chosen from the mesh."""
 
     schedule: str | None = None
-    """gpipe, 1f1b or interleaved. Null is 1f1b when mesh.pp > 1."""
+    """gpipe, 1f1b, interleaved, or the path of a schedule of your own (.csv). Null is 1f1b when mesh.pp > 1."""
     chunks: int | None = None
     """Model pieces per stage. Null is 1, or 2 for interleaved."""
     microbatch: int | None = None
@@ -128,7 +135,7 @@ class OptimConfig:
     """Optimizer and learning rate. All counts are in updates."""
 
     name: str = "adamw"
-    """adamw or sgd."""
+    """adamw, lion, adafactor, muon or sgd."""
     lr: float = 3e-3
     """Peak learning rate."""
     warmup: int = 10
@@ -140,13 +147,17 @@ class OptimConfig:
     wsd_decay: float = 0.2
     """Fraction of all updates in which wsd decays."""
     beta1: float = 0.9
-    """AdamW: decay of the first moment."""
+    """AdamW, Lion and Muon's AdamW: decay of the first moment."""
     beta2: float = 0.95
-    """AdamW: decay of the second moment."""
+    """AdamW, Lion (there of the one moment) and Muon's AdamW: decay of the second moment."""
     eps: float = 1e-8
-    """AdamW: added to the root of the second moment."""
+    """AdamW and Muon's AdamW: added to the root of the second moment."""
     momentum: float = 0.9
-    """SGD: momentum."""
+    """SGD and Muon: momentum."""
+    factored_dim: int = 128
+    """Adafactor: matrices whose two largest dims have at least this size keep row and column statistics only."""
+    newton_schulz_steps: int = 5
+    """Muon: iterations that bring a momentum matrix near an orthogonal one."""
     weight_decay: float = 0.1
     """Decoupled weight decay on matrices; norms and biases have none."""
     clip_norm: float = 1.0
@@ -174,16 +185,38 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is read, in rows of tokens."""
+    """What is read, and how documents become rows of tokens."""
 
-    text: str | None = None
-    """Text file, read as bytes. Null is the text that ships with the project."""
+    train: str | dict[str, float] | None = None
+    """Path of a .txt, .jsonl or .parquet file or of a token store (a .bin with its .idx), or paths with weights. Null is
+    the text that ships with the project."""
+    validation: str | dict[str, float] | None = None
+    """The same for validation. Null keeps the last validation_fraction of the training tokens."""
+    validation_fraction: float = 0.05
+    """Share of the tokens kept for validation; 0 keeps none."""
+    source: str | None = None
+    """Import path package.module:name of rows for a module of your own: len() and [i] -> a dict of arrays."""
+    tokenizer: str = "bytes"
+    """bytes, or the path of a tokenizer.json."""
+    end_token: str | None = None
+    """Token put after every document, for example <|endoftext|>; null puts none."""
+    text_key: str = "text"
+    """Name of the field of a JSONL or Parquet record that holds the text."""
+    packing: str = "concat"
+    """How documents fill rows: concat (one after the other, cut at row ends), fit (whole documents, best fit) or none
+    (one a row)."""
+    separate: bool = True
+    """Documents that share a row do not see each other, and positions start again at each."""
+    long_documents: str = "split"
+    """fit and none: a document longer than a row is split, truncated (truncate) or left out (drop)."""
+    max_rows: int | None = None
+    """Rows of an epoch; null is all."""
     seq_len: int = 128
     """Tokens per row."""
     global_batch: int = 32
     """Rows per update, over all devices and microbatches."""
-    validation_fraction: float = 0.05
-    """Share of the text kept for validation; 0 keeps none."""
+    prefetch: int = 4
+    """Batches that are read ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +240,51 @@ class TrainConfig:
     sample_prompt: str = "ROSALIND.\n"
     """Text that the sample continues."""
     out: str = "runs/demo"
-    """Folder for config, metrics and weights; the next free NAME-2, NAME-3, ... if it holds a run."""
+    """Folder of the run; the next free NAME-2, NAME-3, ... if it holds another run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is saved, and where a run starts from."""
+
+    every: int = 0
+    """Updates between checkpoints; 0 saves only after the last update and when the run is told to stop."""
+    keep: int = 2
+    """Latest checkpoints kept."""
+    keep_best: int = 0
+    """Checkpoints with the lowest validation loss kept besides."""
+    on_failure: str = "stop"
+    """After a failed save: stop, or continue and try again at the next."""
+    resume: str | None = None
+    """Run folder to go on with, on this or another layout; its config is the start of this one."""
+    init_from: str | None = None
+    """Run folder, or one of its checkpoints, to take weights from, and nothing else."""
+    allow_changes: bool = False
+    """Resume although the data, batch, seed, optimizer or length of the run has changed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordConfig:
+    """What a run writes down about itself, besides config.yaml, versions.json and metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+    profile: str | None = None
+    """Updates to trace, for example 10:13 for 10, 11 and 12."""
+    compile_cache: str | None = "~/.cache/jaxmeg/xla"
+    """Folder in which compiled programs are kept between runs on accelerators; null keeps none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """Several processes as one run. All null: one process, or what SLURM or Open MPI says."""
+
+    coordinator: str | None = None
+    """host:port of process 0."""
+    num_processes: int | None = None
+    """Number of processes."""
+    process_id: int | None = None
+    """This process, from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,11 +304,17 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """Number formats."""
     data: DataConfig = field(default_factory=DataConfig)
-    """Text and batch."""
+    """Documents, rows and batch."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Length of the run and its reports."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Saving and starting points."""
+    record: RecordConfig = field(default_factory=RecordConfig)
+    """The run record."""
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    """Several processes."""
     emulate: int | None = None
-    """Number of devices to emulate on the CPU."""
+    """Number of devices to emulate on the CPU, over all processes."""
     show_layout: bool = False
     """Print where every parameter lives, then stop."""
 

@@ -27,10 +27,14 @@ SHORT_FORMS: dict[str, str] = {
     "microbatch": "pipeline.microbatch",
     "lr": "optim.lr",
     "precision": "precision.compute",
+    "data": "data.train",
     "seq_len": "data.seq_len",
     "global_batch": "data.global_batch",
     "steps": "train.steps",
     "out": "train.out",
+    "resume": "checkpoint.resume",
+    "init_from": "checkpoint.init_from",
+    "profile": "record.profile",
 }
 """Short form -> key. `--mesh tp=4,pp=2` is the one form that stands for several keys."""
 
@@ -64,6 +68,7 @@ OTHER_NAMES: dict[str, str] = {
     "pipeline_parallel_size": "mesh.pp",
     "sequence_length": "data.seq_len",
     "tensor_parallel_size": "mesh.tp",
+    "text": "data.train",
     "tie_word_embeddings": "model.tied",
     "warmup_steps": "optim.warmup",
     "weight_decay_rate": "optim.weight_decay",
@@ -90,7 +95,8 @@ class Key:
     @property
     def type_name(self) -> str:
         """The type in words: "a whole number or null"."""
-        words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+        words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null",
+                 dict[str, float]: "names with numbers"}
         return any_of(words[kind] for kind in get_args(self.type) or (self.type,))
 
 
