@@ -37,23 +37,25 @@ def vjp_leaves(vjp: Callable[..., Any]) -> tuple[list[jax.Array], Any]:
     return jax.tree.flatten(vjp)
 
 
-def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
-    """Causal cuDNN flash attention. q [B, T, H, K], k and v [B, T, G, K] -> output [B, T, H, K], fp32 log-sum-exp [B, H, T]."""
+def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, scale: float) -> tuple[jax.Array, jax.Array]:
+    """Causal cuDNN flash attention. q [B, T, H, K], k and v [B, T, G, K], bias [B, 1, T, T], added to the scores -> output
+    [B, T, H, K], fp32 log-sum-exp [B, H, T]."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
-    result: Any = fused.dot_product_attention(q, k, v, scale=scale, mask_type=fused.MaskType.CAUSAL, return_residual=True)
+    result: Any = fused.dot_product_attention(
+        q, k, v, bias, scale=scale, mask_type=fused.MaskType.CAUSAL, return_residual=True)
     return result
 
 
-def cudnn_attention_grad(q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, lse: jax.Array,
-                         dout: jax.Array, scale: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+def cudnn_attention_grad(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, out: jax.Array,
+                         lse: jax.Array, dout: jax.Array, scale: float) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradient of `cudnn_attention` with respect to q, k, v from its saved output and log-sum-exp."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     none = jnp.zeros(0, dtype=q.dtype)
-    residuals = (q, k, v, none, none, none, none, none, none, none, lse, out)
+    residuals = (q, k, v, none if bias is None else bias, none, none, none, none, none, none, lse, out)
     grads = fused._dot_product_attention_bwd_rule(
-        scale, 42, 0.0, (False, False), fused.MaskType.CAUSAL, fused.AttentionLayout.BTNH.value, None, True, False,
+        scale, 42, 0.0, (bias is not None, False), fused.MaskType.CAUSAL, fused.AttentionLayout.BTNH.value, None, True, False,
         residuals, dout)
     return grads[0], grads[1], grads[2]
 

@@ -36,6 +36,8 @@ class Rows(NamedTuple):
     """The token after each input, int32 [M, n, T]."""
     mask: jax.Array
     """Whether the label is trained (or evaluated), bool [M, n, T]."""
+    segments: jax.Array | None = None
+    """Documents that share a row, int32 [M, n, T]: tokens see their own. None: each row is one document."""
 
 
 class Metrics(NamedTuple):
@@ -56,19 +58,37 @@ class Metrics(NamedTuple):
     """The scale this step used."""
 
 
-def place_rows(setup: Setup, inputs: np.ndarray, labels: np.ndarray, mask: np.ndarray, num_microbatches: int) -> Rows:
-    """Put a host batch of [rows, T] arrays on the devices."""
+def place_rows(setup: Setup, inputs: np.ndarray, labels: np.ndarray, mask: np.ndarray, num_microbatches: int,
+               segments: np.ndarray | None = None) -> Rows:
+    """Put a host batch of [rows, T] arrays on the devices. With several processes each passes the rows of `local_rows`."""
+    return Rows(*(None if x is None else place(setup, x, num_microbatches) for x in (inputs, labels, mask, segments)))
+
+
+def place(setup: Setup, local: np.ndarray, num_microbatches: int) -> jax.Array:
+    """[rows of this process, ...] -> [M, n, ...], rows split over the data-parallel ranks."""
+    local = local.reshape(num_microbatches, -1, *local.shape[1:])
     sharding = NamedSharding(setup.mesh, ROWS)
-    return Rows(*(jax.device_put(x.reshape(num_microbatches, -1, *x.shape[1:]), sharding) for x in (inputs, labels, mask)))
+    if jax.process_count() == 1:
+        return jax.device_put(local, sharding)
+    return jax.make_array_from_process_local_data(sharding, local)
 
 
-def abstract_rows(setup: Setup, num_microbatches: int, seq_len: int) -> Rows:
+def local_rows(setup: Setup, num_rows: int, num_microbatches: int) -> np.ndarray:
+    """Which rows of a batch of `num_rows` this process reads, int64, in the order that `place_rows` takes them."""
+    per_microbatch = num_rows // num_microbatches
+    sharding = NamedSharding(setup.mesh, ROWS)
+    mine = {i for _, rows in sharding.addressable_devices_indices_map((num_microbatches, per_microbatch)).values()
+            for i in range(*rows.indices(per_microbatch))}
+    return (np.arange(num_microbatches)[:, None] * per_microbatch + np.array(sorted(mine))[None]).reshape(-1)
+
+
+def abstract_rows(setup: Setup, num_microbatches: int, seq_len: int, packed: bool = False) -> Rows:
     """The train step's batch as ShapeDtypeStructs."""
     shape = (num_microbatches, setup.config.data.global_batch // num_microbatches, seq_len)
     sharding = NamedSharding(setup.mesh, ROWS)
     ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
     mask: Any = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding)
-    return Rows(ids, ids, mask)
+    return Rows(ids, ids, mask, ids if packed else None)
 
 
 # ------------------------------------------------------------------ inside shard_map
@@ -91,7 +111,7 @@ def _work(setup: Setup, params: Any, rows: Rows, weights: jax.Array, key: jax.Ar
     index = jnp.arange(num_microbatches)[:, None] * per_microbatch + first + jnp.arange(num_rows)[None]
     model = setup.model if key is not None else setup.model.without_dropout()
     key = jnp.zeros(2, jnp.uint32) if key is None else key
-    batch = parallel.vary(Batch(rows.inputs, rows.labels, weights, index.astype(jnp.int32), key))
+    batch = parallel.vary(Batch(rows.inputs, rows.labels, weights, index.astype(jnp.int32), key, rows.segments))
     return Work(model, setup.layout, _compute_weights(setup, params), batch, setup.layer_of_row,
                 setup.resolved.chunks, DTYPES[setup.config.precision.reduce])
 

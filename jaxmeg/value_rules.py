@@ -167,14 +167,28 @@ def schedule_lengths(config: Config) -> Iterator[str]:
 
 def files(config: Config) -> Iterator[str]:
     """Files that are named exist and can be read; a rule table is valid."""
-    text, rules = config.data.text, config.layout.rules
-    if text is not None and not Path(text).is_file():
-        yield f"data.text={text} is not a file: give a text file, or leave it out for the text that ships"
+    rules = config.layout.rules
+    yield from _data_files(config)
     if rules is not None:
         for problem in read_rules(rules)[1]:
             yield f"layout.rules={rules}: {problem}"
     if not config.train.out:
         yield "train.out is empty: give a folder, for example runs/demo"
+
+
+def _data_files(config: Config) -> Iterator[str]:
+    for key in ("train", "validation"):
+        value = value_of(config, f"data.{key}")
+        weights = value if isinstance(value, dict) else {value: 1.0} if value is not None else {}
+        for path, weight in weights.items():
+            if not Path(path).exists() and not (Path(f"{path}.bin").is_file() and Path(f"{path}.idx").is_file()):
+                yield (f"data.{key}={path} does not exist: give a .txt, .jsonl or .parquet file, a folder of them, or a token store "
+                       f"({path}.bin and .idx)")
+            if not weight > 0 or not isfinite(weight):
+                yield f"data.{key}: the weight {weight} of {path} is out of range: use a number above 0"
+    tokenizer = config.data.tokenizer
+    if tokenizer != "bytes" and not Path(tokenizer).is_file():
+        yield f"data.tokenizer={tokenizer} is not a file: give a tokenizer.json, or bytes"
 
 
 # key -> (holds when the option is used, what stands in the way, how to make it count)

@@ -51,6 +51,7 @@ class Row(NamedTuple):
     rules: str = ""
     rows: int = ROWS
     optimizer: str = "sgd"
+    packed: bool = False
 
     @property
     def name(self) -> str:
@@ -109,15 +110,16 @@ def config_of(row: Row) -> Config:
 
 
 @functools.cache
-def batches(vocab_size: int, num_rows: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Random ids and masks: from 1 to all tokens of a row are trained, and one row not at all."""
+def batches(vocab_size: int, num_rows: int, packed: bool = False) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]]:
+    """Random ids, masks and, where packed, documents: from 1 to all tokens of a row are trained, and one row not at all."""
     rng = np.random.default_rng(7)
     made = []
     for _ in range(UPDATES):
         ids = rng.integers(0, vocab_size, (num_rows, TOKENS + 1), dtype=np.int32)
         mask = rng.random((num_rows, TOKENS)) < rng.random((num_rows, 1))
         mask[:, 3], mask[num_rows // 2] = True, False
-        made.append((ids[:, :-1], ids[:, 1:], mask))
+        borders = (rng.random((num_rows, TOKENS)) < 0.2).cumsum(1).astype(np.int32) if packed else None
+        made.append((ids[:, :-1], ids[:, 1:], mask, borders))
     return made
 
 
@@ -143,8 +145,8 @@ def run(row: Row) -> Outcome:
     state = TrainState(counter, counter.copy(), counter.copy(), params, moments, scale)
     step = make_train_step(setup)
     loss, norm, grads = 0.0, 0.0, None
-    for n, (inputs, labels, mask) in enumerate(batches(setup.model.arch.vocab_size, row.rows)):
-        state, metrics = step(state, place_rows(setup, inputs, labels, mask, setup.resolved.num_microbatches))
+    for n, batch in enumerate(batches(setup.model.arch.vocab_size, row.rows, row.packed)):
+        state, metrics = step(state, place_rows(setup, *batch[:3], setup.resolved.num_microbatches, batch[3]))
         assert bool(metrics.finite), "an update was skipped"
         if n == 0:
             loss, norm = float(metrics.loss), float(metrics.grad_norm)

@@ -18,11 +18,11 @@ def _norm(w, x, arch, kind):
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + arch.norm_eps) * w["weight"].reshape((1,) * (x.ndim - 1) + (-1,))
 
 
-def _rope(x, theta):
+def _rope(x, theta, positions):
     """Rotate pairs (i, i + K/2) as complex numbers."""
     T, K = x.shape[1], x.shape[-1]
     angle = np.arange(T)[:, None] * theta ** (-np.arange(K // 2) / (K // 2))[None]
-    z = jax.lax.complex(x[..., : K // 2], x[..., K // 2 :]) * jnp.asarray(np.exp(1j * angle), jnp.complex64)[None, :, None]
+    z = jax.lax.complex(x[..., : K // 2], x[..., K // 2 :]) * jnp.asarray(np.exp(1j * angle), jnp.complex64)[positions][:, :, None]
     return jnp.concatenate([z.real, z.imag], -1)
 
 
@@ -32,17 +32,16 @@ def _bias(w, name, ndim):
     return w[name].reshape((1,) * (ndim - w[name].ndim) + w[name].shape)
 
 
-def _attention(w, x, arch):
-    T = x.shape[1]
+def _attention(w, x, arch, positions, seen):
     q, k, v = (jnp.einsum("btd,dhk->bthk", x, w[n], precision=HIGHEST) + _bias(w, n + "_bias", 4) for n in ("query", "key", "value"))
     if arch.qk_norm:
         q, k = _norm(w["query_norm"], q, arch, "rms"), _norm(w["key_norm"], k, arch, "rms")
     if arch.positions == "rope":
-        q, k = _rope(q, arch.rope_theta), _rope(k, arch.rope_theta)
+        q, k = _rope(q, arch.rope_theta, positions), _rope(k, arch.rope_theta, positions)
     group = arch.num_heads // arch.num_kv_heads
     k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
     scores = jnp.einsum("bthk,bshk->bhts", q, k, precision=HIGHEST) / np.float32(np.sqrt(arch.head_dim))
-    scores = jnp.where(np.tril(np.ones((T, T), bool))[None, None], scores, -jnp.inf)
+    scores = jnp.where(seen[:, None], scores, -jnp.inf)
     a = jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores, -1), v, precision=HIGHEST)
     return jnp.einsum("bthk,hkd->btd", a, w["out"], precision=HIGHEST) + _bias(w, "out_bias", 3)
 
@@ -57,14 +56,24 @@ def _mlp(w, x, arch):
     return jnp.dot(h, w["down"], precision=HIGHEST) + _bias(w, "down_bias", 3)
 
 
-def loss(params, arch, inputs, labels, mask):
-    """Mean cross-entropy of the tokens in the mask, fp32. params: canonical."""
+def places(segments, shape):
+    """(position of each token in its document [B, T], which tokens each may see [B, T, T]), by loops. Documents are runs of one number."""
+    positions, seen = np.zeros(shape, np.int32), np.zeros((*shape, shape[1]), bool)
+    for b, t in np.ndindex(*shape):
+        if t and (segments is None or segments[b, t] == segments[b, t - 1]):
+            positions[b, t] = positions[b, t - 1] + 1
+        seen[b, t, t - positions[b, t] : t + 1] = True
+    return positions, seen
+
+
+def loss(params, arch, inputs, labels, mask, positions, seen):
+    """Mean cross-entropy of the tokens in the mask, fp32. params: canonical; positions, seen: from `places`."""
     x = params["embed"]["tokens"][inputs]
     if arch.positions == "learned":
-        x = x + params["embed"]["positions"][: inputs.shape[1]][None]
+        x = x + params["embed"]["positions"][positions]
     for i in range(arch.num_layers):
         w = jax.tree.map(lambda a, i=i: a[i], params["layers"])
-        x = x + _attention(w["attention"], _norm(w["attention_norm"], x, arch, arch.norm), arch)
+        x = x + _attention(w["attention"], _norm(w["attention_norm"], x, arch, arch.norm), arch, positions, seen)
         x = x + _mlp(w["mlp"], _norm(w["mlp_norm"], x, arch, arch.norm), arch)
     table = params["embed"]["tokens"] if arch.tied else params["head"]["tokens"]
     logits = jnp.einsum("btd,vd->btv", _norm(params["head"]["norm"], x, arch, arch.norm), table, precision=HIGHEST)
@@ -76,8 +85,8 @@ def train(params, arch, batches, lr, momentum):
     """SGD with momentum by hand: (loss and gradients of the first batch, gradient norm, parameters at the end)."""
     step = jax.jit(jax.value_and_grad(lambda p, b: loss(p, arch, *b)))
     velocity, first = jax.tree.map(np.zeros_like, params), None
-    for batch in batches:
-        value, grads = jax.device_get(step(params, batch))
+    for inputs, labels, mask, segments in batches:
+        value, grads = jax.device_get(step(params, (inputs, labels, mask, *places(segments, inputs.shape))))
         first = first or (float(value), grads)
         velocity = jax.tree.map(lambda v, g: np.float32(momentum) * v + g, velocity, grads)
         params = jax.tree.map(lambda p, v: p - np.float32(lr) * v, params, velocity)

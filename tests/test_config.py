@@ -131,8 +131,8 @@ RULES = [
     ("model.preset=gpt2 model.rope_theta=5.0", 1,
      "model.rope_theta=5.0 has no effect with model.positions=learned"),
     # Files.
-    ("data.text=no/such.txt", 1,
-     "data.text=no/such.txt is not a file"),
+    ("data.train=no/such.txt", 1,
+     "data.train=no/such.txt does not exist: give a .txt, .jsonl or .parquet file"),
     ("layout.rules=no/such.yaml", 1,
      "layout.rules=no/such.yaml: cannot be read (No such file or directory): give an existing YAML file"),
     ("train.out=", 1,

@@ -32,7 +32,7 @@ def runs():
 
 
 def _rows(setup, n):
-    inputs, labels, mask = batches(256, setup.config.data.global_batch)[n % 3]
+    inputs, labels, mask, _ = batches(256, setup.config.data.global_batch)[n % 3]
     return place_rows(setup, inputs, labels, mask, setup.resolved.num_microbatches)
 
 

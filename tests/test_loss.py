@@ -93,7 +93,7 @@ def step(name: str, params: Any, inputs: np.ndarray, labels: np.ndarray, mask: n
 
 @functools.cache
 def plain() -> Any:
-    return jax.jit(jax.value_and_grad(lambda params, *batch: reference.loss(params, ARCH, *batch)))
+    return jax.jit(jax.value_and_grad(lambda params, *batch: reference.loss(params, ARCH, *batch, *reference.places(None, batch[0].shape))))
 
 
 def assert_same_gradients(got: Any, want: Any, tolerance: float = 1e-5) -> None:
@@ -261,7 +261,8 @@ def plain_log_probabilities(position: int) -> np.ndarray:
     """log p of every next token after `position` of row 0, from the plain decoder's loss with each as the label."""
     inputs, _ = ids(2, seed=6)
     mask = np.arange(TOKENS)[None] == position
-    loss = jax.jit(jax.vmap(lambda label: reference.loss(weights(), ARCH, inputs[:1], jnp.full((1, TOKENS), label), mask)))
+    places = reference.places(None, (1, TOKENS))
+    loss = jax.jit(jax.vmap(lambda label: reference.loss(weights(), ARCH, inputs[:1], jnp.full((1, TOKENS), label), mask, *places)))
     return -np.asarray(loss(jnp.arange(VOCAB)))
 
 

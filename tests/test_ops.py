@@ -61,7 +61,7 @@ def dense_attention(q, k, v):
 
 
 def own_attention(q, k, v):
-    return causal_attention(q, k, v, "xla")
+    return causal_attention(q, k, v, None, "xla")
 
 
 def attention_inputs(kv_heads: int, tokens: int = T) -> list[np.ndarray]:
@@ -164,10 +164,10 @@ def complex_rotation(x: np.ndarray, positions: np.ndarray, theta: float, back: b
 def test_rope_is_a_complex_rotation(theta: float) -> None:
     positions = np.array([0, 1, 2, 3, 7, 40, 127], np.int32)
     x, dy = random(1, 2, 7, 3, 8), random(2, 2, 7, 3, 8)
-    y, (dx,) = with_grads(lambda x: rope(x, positions, theta), dy, x)
+    y, (dx,) = with_grads(lambda x: rope(x, positions[None], theta), dy, x)
     assert error(y, complex_rotation(x, positions, theta)) < 5e-6
     assert error(dx, complex_rotation(dy, positions, theta, back=True)) < 5e-6
-    low = rope(rounded(x), positions, theta)
+    low = rope(rounded(x), positions[None], theta)
     assert low.dtype == jnp.bfloat16
     assert error(low, complex_rotation(np.asarray(rounded(x), np.float32), positions, theta)) < BF16
 
@@ -176,7 +176,7 @@ def test_rope_scores_depend_on_the_distance_alone() -> None:
     q, k = random(1, 1, 1, 1, 8), random(2, 1, 1, 1, 8)
 
     def score(m: int, n: int) -> float:
-        return float(jnp.sum(rope(q, jnp.array([m]), 1e4) * rope(k, jnp.array([n]), 1e4)))
+        return float(jnp.sum(rope(q, jnp.array([[m]]), 1e4) * rope(k, jnp.array([[n]]), 1e4)))
 
     assert score(5, 2) == pytest.approx(score(105, 102), abs=1e-4)
     assert score(5, 2) != pytest.approx(score(5, 3), abs=1e-2)

@@ -71,6 +71,11 @@ FP32 = [
     Row("pp=2,rep=2,dp=2", zero=1, arch="llama6", remat="full"),
     Row("pp=2,dp=2,tp=2", zero=3, arch="llama6", microbatch=2, rows=12),
     Row("pp=2,dp=2,tp=2", zero=2, arch="gpt2_untied5", schedule="gpipe"),
+    # several documents a row
+    Row(packed=True),
+    Row("pp=2,dp=2,tp=2", zero=3, schedule="interleaved", chunks=2, packed=True),
+    Row("pp=2,tp=2", arch="gpt2", remat="full", packed=True),
+    Row("dp=2,tp=4", arch="kv1", zero=2, remat="selective", packed=True),
     # a user's rule table
     Row("pp=2,dp=2,tp=2", zero=3, rules="vocab: [tp]"),
     Row("pp=2,tp=2", arch="tied250", rules="vocab: []"),
@@ -133,10 +138,10 @@ def references() -> dict[tuple[str, int], Outcome]:
 
 @pytest.mark.parametrize("row", FP32, ids=lambda row: row.name)
 def test_fp32(row, references):
-    key = (row.arch, row.rows)
+    key = (row.arch, row.rows, row.packed)
     if key not in references:
         arch, params = weights(row.arch)
-        references[key] = Outcome(*reference.train(params, arch, batches(arch.vocab_size, row.rows), LR, MOMENTUM))
+        references[key] = Outcome(*reference.train(params, arch, batches(arch.vocab_size, row.rows, row.packed), LR, MOMENTUM))
     assert_same(run(row), references[key])
 
 
@@ -144,7 +149,7 @@ def test_fp32(row, references):
 def test_fp32_smoke():
     row = Row("pp=2,dp=2,tp=2", zero=3, schedule="interleaved", chunks=2)
     arch, params = weights(row.arch)
-    assert_same(run(row), Outcome(*reference.train(params, arch, batches(arch.vocab_size, row.rows), LR, MOMENTUM)))
+    assert_same(run(row), Outcome(*reference.train(params, arch, batches(arch.vocab_size, row.rows, row.packed), LR, MOMENTUM)))
 
 
 @pytest.mark.parametrize("row", ADAMW, ids=lambda row: row.name)

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmeg import parallel
 from jaxmeg.arch import Arch
-from jaxmeg.models.layers import MLP, Attention, Norm, Options, Randomness, drop, parameter
+from jaxmeg.models.layers import MLP, Attention, Norm, Options, Context, drop, parameter
 from jaxmeg.ops.vocab import logits, lookup, token_loss
 
 # Named values a forward pass keeps for its backward pass. Never kept: gathered tokens, norms, activations (cheap to
@@ -40,12 +40,12 @@ class Embed(nnx.Module):
         shape = (arch.max_seq_len, arch.embed_dim)
         self.positions = parameter(rngs, shape, ("positions", "embed"), arch.embed_dim) if learned else None
 
-    def __call__(self, ids_BT: jax.Array, axes: tuple[str, ...], options: Options, randomness: Randomness) -> jax.Array:
+    def __call__(self, ids_BT: jax.Array, axes: tuple[str, ...], options: Options, context: Context) -> jax.Array:
         x_BtD = lookup(self.tokens[...], ids_BT, axes, options.dtype)
         if self.positions is not None:
-            rows = self.positions[...][parallel.token_positions(x_BtD.shape[1], gathered=False)]
-            x_BtD = x_BtD + jnp.broadcast_to(rows[None], x_BtD.shape).astype(options.dtype)  # summed over rows in fp32
-        return drop(x_BtD, options, randomness, 0)
+            rows = self.positions[...][context.positions(x_BtD.shape[1], gathered=False)]
+            x_BtD = x_BtD + jnp.broadcast_to(rows, x_BtD.shape).astype(options.dtype)  # summed over rows in fp32
+        return drop(x_BtD, options, context, 0)
 
 
 class Block(nnx.Module):
@@ -58,11 +58,11 @@ class Block(nnx.Module):
         self.mlp_norm = Norm(arch, arch.embed_dim, "embed", arch.norm)
         self.mlp = MLP(arch, rngs)
 
-    def __call__(self, x_BtD: jax.Array, layer: jax.Array, randomness: Randomness) -> jax.Array:
+    def __call__(self, x_BtD: jax.Array, layer: jax.Array, context: Context) -> jax.Array:
         """layer: index of this block in the whole model, int32 []."""
-        a = drop(self.attention(self.attention_norm(x_BtD)), self.options, randomness, 2 * layer + 1)
+        a = drop(self.attention(self.attention_norm(x_BtD), context), self.options, context, 2 * layer + 1)
         x_BtD = checkpoint_name(x_BtD + a, "middle")
-        return x_BtD + drop(self.mlp(self.mlp_norm(x_BtD)), self.options, randomness, 2 * layer + 2)
+        return x_BtD + drop(self.mlp(self.mlp_norm(x_BtD)), self.options, context, 2 * layer + 2)
 
 
 class Head(nnx.Module):
@@ -142,16 +142,16 @@ class Decoder:
         return {"embed": self.parts["embed"].init(keys[0]), "layers": layers, "head": self.parts["head"].init(keys[2])}
 
     # ---------------------------------------------------------------- the three functions; inside shard_map
-    def embed(self, params: Any, ids_BT: jax.Array, randomness: Randomness) -> jax.Array:
+    def embed(self, params: Any, ids_BT: jax.Array, context: Context) -> jax.Array:
         """Token ids -> residual stream [B, T/tp, D]. params: the "embed" part."""
-        return self.parts["embed"].bind(params)(ids_BT, self.vocab_axes, self.options, randomness)
+        return self.parts["embed"].bind(params)(ids_BT, self.vocab_axes, self.options, context)
 
-    def block(self, params: Any, x_BtD: jax.Array, layer: jax.Array, randomness: Randomness) -> jax.Array:
+    def block(self, params: Any, x_BtD: jax.Array, layer: jax.Array, context: Context) -> jax.Array:
         """One layer, keeping what `remat` names for its derivative. params: one row of "layers"."""
-        def run(params: Any, x: jax.Array, layer: jax.Array, randomness: Randomness) -> jax.Array:
-            return self.parts["layers"].bind(params)(x, layer, randomness)
+        def run(params: Any, x: jax.Array, layer: jax.Array, context: Context) -> jax.Array:
+            return self.parts["layers"].bind(params)(x, layer, context)
         policy = jax.checkpoint_policies.save_only_these_names(*REMAT[self.remat])
-        return jax.checkpoint(run, policy=policy, prevent_cse=False)(params, x_BtD, layer, randomness)
+        return jax.checkpoint(run, policy=policy, prevent_cse=False)(params, x_BtD, layer, context)
 
     def head_params(self, params: Any) -> Any:
         """The parts that `loss` and `next_token_logits` read: a tied head brings the embedding."""

@@ -31,11 +31,23 @@ class Options(NamedTuple):
     dropout: float = 0.0
 
 
-class Randomness(NamedTuple):
-    """What dropout masks depend on: raw key data uint32 [2] of (seed, step), global row indices int32 [B]."""
+class Context(NamedTuple):
+    """What a layer knows of the rows it works on, besides their activations."""
 
     key: jax.Array
+    """Raw key data uint32 [2] of (seed, step), for dropout."""
     rows_B: jax.Array
+    """Global row indices, int32, for dropout."""
+    segments_BT: jax.Array | None = None
+    """Documents that share a row, int32: a token attends to its own. None: each row is one document."""
+    positions_BT: jax.Array | None = None
+    """Positions inside the document, int32; None: inside the row."""
+
+    def positions(self, num_tokens: int, gathered: bool) -> jax.Array:
+        """Of this rank's `num_tokens` tokens, or of all after `gather_tokens`: int32 [B or 1, num_tokens]."""
+        if self.positions_BT is None:
+            return parallel.token_positions(num_tokens, gathered)[None]
+        return self.positions_BT if gathered else parallel.scatter_tokens(self.positions_BT, partial=False)
 
 
 def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], dims: tuple[str, ...], fan_in: int, scale: float = 1.0) -> nnx.Param:
@@ -52,13 +64,13 @@ def constant(value: float, shape: tuple[int, ...], dims: tuple[str, ...]) -> nnx
     return nnx.Param(jnp.full(shape, value, jnp.float32), dims=dims)
 
 
-def drop(x_BtD: jax.Array, options: Options, randomness: Randomness, site: jax.Array | int) -> jax.Array:
+def drop(x_BtD: jax.Array, options: Options, context: Context, site: jax.Array | int) -> jax.Array:
     """Dropout on a residual-stream value. site: which place of the model this is, unique over layers."""
     if options.dropout == 0:
         return x_BtD
-    key = jax.random.fold_in(jax.random.wrap_key_data(randomness.key, impl="threefry2x32"), site)
+    key = jax.random.fold_in(jax.random.wrap_key_data(context.key, impl="threefry2x32"), site)
     positions = parallel.token_positions(x_BtD.shape[1], gathered=False)
-    return dropout(x_BtD, jax.random.key_data(key), randomness.rows_B, positions, options.dropout)
+    return dropout(x_BtD, jax.random.key_data(key), context.rows_B, positions, options.dropout)
 
 
 class Norm(nnx.Module):
@@ -93,7 +105,7 @@ class Attention(nnx.Module):
         self.query_norm = Norm(arch, K, "head_dim", "rms") if arch.qk_norm else None
         self.key_norm = Norm(arch, K, "head_dim", "rms") if arch.qk_norm else None
 
-    def __call__(self, x_BtD: jax.Array) -> jax.Array:
+    def __call__(self, x_BtD: jax.Array, context: Context) -> jax.Array:
         arch, heads = self.arch, self.query.shape[1]
 
         def mine(w: jax.Array, dim: int) -> jax.Array:
@@ -106,9 +118,9 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if arch.positions == "rope":
-            positions = parallel.token_positions(q.shape[1], gathered=True)
+            positions = context.positions(q.shape[1], gathered=True)
             q, k = rope(q, positions, arch.rope_theta), rope(k, positions, arch.rope_theta)
-        a_BTHK = causal_attention(q, k, v, self.options.kernel)
+        a_BTHK = causal_attention(q, k, v, context.segments_BT, self.options.kernel)
         y_BtD = parallel.matmul_scatter(a_BTHK, self.out[...], 2, arch.num_heads)
         return y_BtD if self.out_bias is None else add_bias(y_BtD, self.out_bias[...])
 

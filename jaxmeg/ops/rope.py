@@ -11,19 +11,19 @@ import jax.numpy as jnp
 from jaxmeg._compat import own_vjp
 
 
-def _rotate(x_BTHK: jax.Array, positions_T: jax.Array, theta: float, sign: float) -> jax.Array:
+def _rotate(x_BTHK: jax.Array, positions_BT: jax.Array, theta: float, sign: float) -> jax.Array:
     half = x_BTHK.shape[-1] // 2
     frequency = 1.0 / theta ** (jnp.arange(half, dtype=jnp.float32) / half)
-    phase = positions_T.astype(jnp.float32)[:, None] * frequency[None, :]
-    cos, sin = jnp.cos(phase)[None, :, None, :], sign * jnp.sin(phase)[None, :, None, :]
+    phase = positions_BT.astype(jnp.float32)[..., None] * frequency[None, None, :]
+    cos, sin = jnp.cos(phase)[:, :, None, :], sign * jnp.sin(phase)[:, :, None, :]
     a, b = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHK.dtype)
 
 
 @own_vjp(2)
-def rope(x_BTHK: jax.Array, positions_T: jax.Array, theta: float) -> jax.Array:
-    """Rotate x [B, T, heads, head_dim] by its positions, int32 [T]."""
-    return _rotate(x_BTHK, positions_T, theta, 1.0)
+def rope(x_BTHK: jax.Array, positions_BT: jax.Array, theta: float) -> jax.Array:
+    """Rotate x [B, T, heads, head_dim] by its positions, int32 [B or 1, T]."""
+    return _rotate(x_BTHK, positions_BT, theta, 1.0)
 
 
 rope.defvjp(

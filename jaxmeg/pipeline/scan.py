@@ -19,7 +19,7 @@ from jax import lax
 from jaxmeg import parallel
 from jaxmeg._compat import vjp_leaves
 from jaxmeg.layout import Layout
-from jaxmeg.models.layers import Randomness
+from jaxmeg.models.layers import Context
 from jaxmeg.pipeline.schedules import COLUMNS, Table, segments
 
 Tree = Any
@@ -29,8 +29,8 @@ Carry = dict[str, Any]
 class Model(Protocol):
     """What a pipeline needs of a model (`models.decoder.Decoder`)."""
 
-    def embed(self, params: Tree, ids: jax.Array, randomness: Randomness, /) -> jax.Array: ...
-    def block(self, params: Tree, x: jax.Array, layer: jax.Array, randomness: Randomness, /) -> jax.Array: ...
+    def embed(self, params: Tree, ids: jax.Array, context: Context, /) -> jax.Array: ...
+    def block(self, params: Tree, x: jax.Array, layer: jax.Array, context: Context, /) -> jax.Array: ...
     def head_params(self, params: Tree, /) -> Tree: ...
     def loss(self, params: Tree, x: jax.Array, labels: jax.Array, weights: jax.Array, /) -> jax.Array: ...
 
@@ -46,9 +46,21 @@ class Batch(NamedTuple):
     """Global row indices, for dropout."""
     key: jax.Array
     """Raw key data of (seed, step), for dropout."""
+    segments_MBT: jax.Array | None = None
+    """Documents that share a row; None: each row is one."""
 
-    def randomness(self, microbatch: jax.Array) -> Randomness:
-        return Randomness(self.key, self.rows_MB[microbatch])
+    def context(self, microbatch: jax.Array) -> Context:
+        if self.segments_MBT is None:
+            return Context(self.key, self.rows_MB[microbatch])
+        segments = self.segments_MBT[microbatch]
+        return Context(self.key, self.rows_MB[microbatch], segments, positions_in_segments(segments))
+
+
+def positions_in_segments(segments_BT: jax.Array) -> jax.Array:
+    """Positions that start again at 0 in every segment, int32 [B, T]; a segment is a run of equal numbers."""
+    index = lax.broadcasted_iota(jnp.int32, segments_BT.shape, 1)
+    before = jnp.concatenate([segments_BT[:, :1], segments_BT[:, :-1]], axis=1)
+    return index - lax.cummax(jnp.where(segments_BT != before, index, jnp.zeros_like(index)), axis=1)
 
 
 def f32(tree: Tree) -> Tree:
@@ -72,7 +84,7 @@ class Work:
 
     # ---------------------------------------------------------------- E and G: the microbatch that enters
     def _embed(self, params: Tree, microbatch: jax.Array) -> jax.Array:
-        return self.model.embed(params, self.batch.inputs_MBT[microbatch], self.batch.randomness(microbatch))
+        return self.model.embed(params, self.batch.inputs_MBT[microbatch], self.batch.context(microbatch))
 
     def embed(self, microbatch: jax.Array) -> jax.Array:
         return self._embed(self.whole("embed"), microbatch)
@@ -98,15 +110,15 @@ class Work:
         picked = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, 0, keepdims=False), self.weights["layers"])
         return row, self.layer_of_row[row], f32(self.layout.gather(picked, self.layout.leaves["layers"], "use"))
 
-    def apply(self, w: Tree, x: jax.Array, layer: jax.Array, randomness: Randomness) -> jax.Array:
-        y = self.model.block(w, x, layer, randomness)
+    def apply(self, w: Tree, x: jax.Array, layer: jax.Array, context: Context) -> jax.Array:
+        y = self.model.block(w, x, layer, context)
         return jnp.where(layer >= 0, y, x) if self.uneven else y
 
-    def _layer_vjp(self, w: Tree, x: jax.Array, layer: jax.Array, randomness: Randomness):
+    def _layer_vjp(self, w: Tree, x: jax.Array, layer: jax.Array, context: Context):
         """y, the residuals to keep, and how to rebuild the vjp: its tree and, per leaf, whether it is known or kept."""
-        y, vjp = jax.vjp(lambda w, x: self.apply(w, x, layer, randomness), w, x)
+        y, vjp = jax.vjp(lambda w, x: self.apply(w, x, layer, context), w, x)
         leaves, tree = vjp_leaves(vjp)
-        known = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((w, layer, randomness)))}
+        known = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((w, layer, context)))}
         kept = {id(leaf): leaf for leaf in leaves if id(leaf) not in known}
         place = {key: i for i, key in enumerate(kept)}
         recipe = [(True, known[id(leaf)]) if id(leaf) in known else (False, place[id(leaf)]) for leaf in leaves]
@@ -120,7 +132,7 @@ class Work:
             nonlocal rebuild
             zero = parallel.vary(jnp.int32(0))
             _, layer, w = self.layer(zero, zero)
-            _, kept, rebuild = self._layer_vjp(w, x, layer, self.batch.randomness(zero))
+            _, kept, rebuild = self._layer_vjp(w, x, layer, self.batch.context(zero))
             return kept
         return jax.eval_shape(trace, self.activation), rebuild
 
@@ -130,35 +142,35 @@ class Work:
 
     def forward(self, ring: list[jax.Array], x: jax.Array, microbatch: jax.Array, chunk: jax.Array, slot: jax.Array):
         """(ring with the chunk's residuals in `slot`, output)."""
-        randomness = self.batch.randomness(microbatch)
+        context = self.batch.context(microbatch)
 
         def one(carry, i):
             x, ring = carry
             _, layer, w = self.layer(chunk, i)
-            y, kept, _ = self._layer_vjp(w, x, layer, randomness)
+            y, kept, _ = self._layer_vjp(w, x, layer, context)
             return (y, [leaf.at[slot, i].set(k) for leaf, k in zip(ring, kept, strict=True)]), None
 
         (y, ring), _ = lax.scan(one, (x, ring), self.chunk_layers())
         return ring, y
 
     def forward_only(self, x: jax.Array, microbatch: jax.Array, chunk: jax.Array) -> jax.Array:
-        randomness = self.batch.randomness(microbatch)
+        context = self.batch.context(microbatch)
 
         def one(x, i):
             _, layer, w = self.layer(chunk, i)
-            return self.apply(w, x, layer, randomness), None
+            return self.apply(w, x, layer, context), None
 
         return lax.scan(one, x, self.chunk_layers())[0]
 
     def backward(self, ring: list[jax.Array], grads: Tree, dy: jax.Array, microbatch: jax.Array, chunk: jax.Array, slot: jax.Array):
         """(gradients with the chunk's added, dx). With dy = 0 on any finite residuals it adds exact zeros."""
         tree, recipe = self.rebuild
-        randomness = self.batch.randomness(microbatch)
+        context = self.batch.context(microbatch)
 
         def one(carry, i):
             dy, layers = carry
             row, layer, w = self.layer(chunk, i)
-            known = jax.tree.leaves((w, layer, randomness))
+            known = jax.tree.leaves((w, layer, context))
             vjp = jax.tree.unflatten(tree, [known[j] if is_known else ring[j][slot, i] for is_known, j in recipe])
             dw, dx = vjp(dy)
             dw = self.layout.scatter(dw, self.layout.leaves["layers"], "use", self.reduce_dtype)
