@@ -7,10 +7,11 @@ second.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from argparse import ArgumentError, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from jaxmeg.config import AXES, Config, Resolved, resolve
 from jaxmeg.devices import plan_devices
+from jaxmeg.distributed import connect, find_processes
 from jaxmeg.keys import KEYS, SECTIONS, SHORT_FORMS, is_section, section_keys, unknown_key
 from jaxmeg.validate import problems, warnings
 from jaxmeg.wording import any_of, did_you_mean
@@ -41,10 +43,37 @@ class _HelpFormatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
     """Types and defaults beside each option; description and short forms as they are written."""
 
 
+class ConfigError(ValueError):
+    """A config that can't be used; `lines` has every mistake, one line each."""
+
+    def __init__(self, lines: Sequence[str]):
+        super().__init__("\n".join(lines))
+        self.lines = list(lines)
+
+
 def parse(argv: Sequence[str]) -> Config:
     """The config that a command line asks for, not yet validated. Prints every mistake and exits with 2."""
+    try:
+        return read(argv)
+    except ConfigError as error:
+        fail(error.lines)
+
+
+def config_of(values: Mapping[str, Any] | str | Path) -> Config:
+    """A config from {"mesh.dp": 4, "optim.lr": 1e-3} or from a YAML file. Raises ConfigError with every mistake."""
+    if isinstance(values, str | Path):
+        return read(["--config", str(values)])
+    wrong = [is_section(key) if key in SECTIONS else unknown_key(key) for key in values if key not in KEYS]
+    if wrong:
+        raise ConfigError(wrong)
+    return read([f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()])
+
+
+def read(argv: Sequence[str]) -> Config:
+    """Like `parse`, but raises ConfigError."""
     parser = _make_parser()
     paths, overrides, keep, found = _read_argv(argv)
+    paths, overrides = _resumed(paths, overrides)
     files = {path: _read_file(path) for path in paths}
     found += [problem for entries, wrong in files.values() for problem in wrong]
     # Files first: an override wins wherever it stands. The parser does not take a file without any key.
@@ -55,9 +84,17 @@ def parse(argv: Sequence[str]) -> Config:
             return _build(parser.parse_args(args))
     except ArgumentError as error:
         found = [" ".join(str(error).split())]
-        wrong = _type_problems(parser, files, overrides)
-        fail(wrong or found)
-    fail([*found, *_type_problems(parser, files, overrides)])
+        raise ConfigError(_type_problems(parser, files, overrides) or found) from None
+    raise ConfigError([*found, *_type_problems(parser, files, overrides)])
+
+
+def _resumed(paths: list[str], overrides: Overrides) -> tuple[list[str], Overrides]:
+    """With --resume RUN, what else is given stands on top of RUN's config, and the run goes on in its folder."""
+    folder = next((value for key, value in reversed(overrides) if key == "checkpoint.resume"), None)
+    if folder in (None, "null"):
+        return paths, overrides
+    start = [("checkpoint.init_from", "null"), ("checkpoint.allow_changes", "false"), ("emulate", "null"), ("train.out", folder)]
+    return [str(Path(folder) / "config.yaml"), *paths], [*start, *overrides]
 
 
 def check(config: Config, num_devices: int) -> Resolved:
@@ -75,7 +112,8 @@ def start(config: Config) -> int:
 
     Returns the number of devices. Prints one line where devices are emulated; exits with 2 where no run can start.
     """
-    devices = plan_devices(config)
+    processes = find_processes(config.distributed, os.environ)
+    devices = plan_devices(config, num_processes=processes.count)
     if devices.problem:
         fail([devices.problem])
     check(config, devices.count)
@@ -84,7 +122,9 @@ def start(config: Config) -> int:
     if devices.emulated:
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["JAX_PLATFORMS"] = "cpu"
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices.count}".strip()
+        local = devices.count // processes.count
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={local}".strip()
+    connect(config.distributed, processes)
     return devices.count
 
 
@@ -183,7 +223,7 @@ def _stray(word: str) -> str:
 
 
 def _read_mesh(text: str) -> tuple[Overrides, list[str]]:
-    """The overrides in "tp=4,pp=2": [("mesh.tp", "4"), ("mesh.pp", "2")]; and what is wrong with it."""
+    """The overrides in "tp=4,pp=2": an axis that is not named gets its default; and what is wrong with it."""
     axes: dict[str, str] = {}
     found: list[str] = []
     for part in text.split(","):
@@ -199,7 +239,7 @@ def _read_mesh(text: str) -> tuple[Overrides, list[str]]:
             found.append(f"--mesh {text}: {axis}={size} is not a size: use a whole number of 1 or more")
         else:
             axes[axis] = size
-    return [(f"mesh.{axis}", size) for axis, size in axes.items()], found
+    return [(f"mesh.{axis}", axes.get(axis, "null" if axis == "dp" else "1")) for axis in AXES], found
 
 
 def _type_problems(parser: ArgumentParser, files: Files, overrides: Overrides) -> list[str]:

@@ -20,6 +20,7 @@ from jaxmeg.layout import Layout, make_layout
 from jaxmeg.mesh import build_mesh
 from jaxmeg.models.decoder import Decoder
 from jaxmeg.models.layers import Options
+from jaxmeg.models.own import RULES, OwnModel
 from jaxmeg.ops.attention import choose_kernel
 from jaxmeg.optim.build import learning_rate, make_optimizer
 from jaxmeg.pipeline.schedules import Placement, Table, make_table, place_layers
@@ -33,7 +34,8 @@ class Setup:
     config: Config
     resolved: Resolved
     mesh: Mesh
-    model: Decoder
+    model: Any
+    """A `Decoder`, or a `models.own.OwnModel` around a module of the user's."""
     layout: Layout
     placement: Placement
     table: Table
@@ -44,6 +46,11 @@ class Setup:
     """fp32, bf16 or fp16."""
     kernel_reason: str
     """Why `model.options.kernel` was taken for attention."""
+
+    @property
+    def own(self) -> bool:
+        """Whether the model is a module of the user's."""
+        return isinstance(self.model, OwnModel)
 
     @property
     def layer_of_row(self) -> np.ndarray:
@@ -60,28 +67,29 @@ class Setup:
         return self.resolved.mesh[Axis.REP] * self.resolved.mesh[Axis.DP] * self.resolved.mesh[Axis.EP]
 
 
-def parameter_shapes(model: Decoder, num_rows: int) -> Any:
+def parameter_shapes(model: Any, num_rows: int) -> Any:
     """The parameter tree as ShapeDtypeStructs, fp32, in memory order."""
     return jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((num_rows,), jnp.int32))
 
 
-def build(config: Config, devices: Sequence[Any], platform: str | None = None) -> Setup:
+def build(config: Config, devices: Sequence[Any], platform: str | None = None, own: OwnModel | None = None) -> Setup:
     """Set up a run on the first devices of `devices`, which may be stand-ins to compile for.
 
-    platform: "cpu" or "cuda", where the program will run; by default the devices' own.
+    platform: "cpu" or "cuda", where the program will run; by default the devices' own. own: train this in place of the
+    decoder that `config.model` describes.
     """
     resolved = resolve(config, len(devices))
     arch = resolved.arch
     mesh = build_mesh({str(axis): size for axis, size in resolved.mesh.items()}, devices)
-    compute = compute_dtype(config.precision.compute, devices[0])
+    compute = "fp32" if own else compute_dtype(config.precision.compute, devices[0])
     kernel, reason = choose_kernel(platform or str(devices[0].platform), compute, arch.head_dim)
     placement = place_layers(arch.num_layers, resolved.mesh[Axis.PP], resolved.chunks)
     options = Options(dtype=jnp.dtype(DTYPES[compute]), kernel=kernel, dropout=config.train.dropout)
     vocab_axes = tuple(axis for axis in resolved.rules["vocab"] if resolved.mesh[Axis(axis)] > 1)
-    model = Decoder(arch=arch, options=options, remat=config.layout.remat, vocab_rows=resolved.padded_vocab,
-                    vocab_axes=vocab_axes)
-    dims = model.dims
-    layout = make_layout(mesh, resolved.rules, config.layout.zero, parameter_shapes(model, placement.num_rows), dims)
+    model = own or Decoder(arch=arch, options=options, remat=config.layout.remat, vocab_rows=resolved.padded_vocab,
+                           vocab_axes=vocab_axes)
+    dims, rules = model.dims, RULES if own else resolved.rules
+    layout = make_layout(mesh, rules, config.layout.zero, parameter_shapes(model, placement.num_rows), dims)
     return Setup(
         config=config, resolved=resolved, mesh=mesh, model=model, layout=layout, placement=placement,
         table=make_table(resolved.schedule or "1f1b", resolved.mesh[Axis.PP], resolved.chunks, resolved.num_microbatches),

@@ -56,6 +56,8 @@ class Metrics(NamedTuple):
     """The same per gradient leaf, bool [leaves], in tree order."""
     loss_scale: jax.Array
     """The scale this step used."""
+    skipped: jax.Array
+    """Updates skipped in a row, this one included."""
 
 
 def place_rows(setup: Setup, inputs: np.ndarray, labels: np.ndarray, mask: np.ndarray, num_microbatches: int,
@@ -144,22 +146,23 @@ def dropout_key(seed: int, step: jax.Array) -> jax.Array:
     return jax.random.key_data(jax.random.fold_in(jax.random.key(seed), step))
 
 
-def make_train_step(setup: Setup) -> Callable[[TrainState, Rows], tuple[TrainState, Metrics]]:
+def make_train_step(setup: Setup, gradients: Callable[..., Any] | None = None) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """The train step, jitted; the state is donated. A gradient that is not finite changes nothing but the counters
-    and the loss scale."""
-    gradients = loss_and_gradients(setup)
+    and the loss scale. gradients: as `loss_and_gradients` makes it, which is the default."""
+    gradients = gradients or loss_and_gradients(setup)
     optim, precision = setup.config.optim, setup.config.precision
 
-    def step(state: TrainState, rows: Rows) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, rows: Any) -> tuple[TrainState, Metrics]:
         scale = state.loss_scale.scale
         loss, grads, tokens = gradients(state.params, rows, dropout_key(setup.config.train.seed, state.step), scale)
         squares = jnp.stack([jnp.sum(g * g) for g in jax.tree.leaves(grads)])
         norm = jnp.sqrt(jnp.sum(squares))
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         if optim.clip_norm:
-            factor = jnp.minimum(1.0, optim.clip_norm / jnp.maximum(norm, 1e-12))
-            grads = jax.tree.map(lambda g: g * factor, grads)
-        with jax.numpy_dtype_promotion("standard"):  # optax multiplies float by int
+            with jax.named_scope("clip"):
+                factor = jnp.minimum(1.0, optim.clip_norm / jnp.maximum(norm, 1e-12))
+                grads = jax.tree.map(lambda g: g * factor, grads)
+        with jax.named_scope("update"), jax.numpy_dtype_promotion("standard"):  # optax multiplies float by int
             changes, opt_state = setup.optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, changes)
             lr = jnp.asarray(setup.learning_rate(state.updates), jnp.float32)
@@ -167,14 +170,15 @@ def make_train_step(setup: Setup) -> Callable[[TrainState, Rows], tuple[TrainSta
         def keep(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
+        skipped = jnp.where(finite, 0, state.skipped + 1)
         new = TrainState(
             step=state.step + 1,
             updates=state.updates + finite.astype(jnp.int32),
-            skipped=jnp.where(finite, 0, state.skipped + 1),
+            skipped=skipped,
             params=keep(params, state.params),
             opt_state=keep(opt_state, state.opt_state),
             loss_scale=next_loss_scale(state.loss_scale, finite, setup.compute, precision.loss_scale_growth_interval))
-        return new, Metrics(loss, norm, lr, tokens, finite, jnp.isfinite(squares), scale)
+        return new, Metrics(loss, norm, lr, tokens, finite, jnp.isfinite(squares), scale, skipped)
 
     shardings = state_shardings(setup)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, NamedSharding(setup.mesh, PartitionSpec())))

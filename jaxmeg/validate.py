@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from jaxmeg import mesh_rules, value_rules
+from jaxmeg import mesh_rules, module_rules, value_rules
 from jaxmeg.arch import PRESETS, Arch, resolve_arch
 from jaxmeg.config import AXES, Axis, Config, Resolved, resolve
 from jaxmeg.rules import DEFAULT_RULES, read_rules
@@ -16,6 +16,8 @@ from jaxmeg.rules import DEFAULT_RULES, read_rules
 
 def problems(config: Config, num_devices: int) -> list[str]:
     """Every violated rule, one line each; empty when the config can run on `num_devices` devices."""
+    if config.model.module is not None:
+        return module_rules.problems(config, num_devices)
     arch = resolve_arch(config.model) if config.model.preset in PRESETS else None
     found = [
         *value_rules.ranges(config),
