@@ -1,0 +1,101 @@
+"""The series of a run: one JSON object a line in metrics.jsonl, and the same numbers as TensorBoard events.
+
+A record is a flat dict with "step", the update it belongs to, counted from 1; its keys are the columns of the JSON and
+`TAGS` gives each its TensorBoard name. Lists are values of several devices. A record without a TAG stays in the JSON alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboardX import SummaryWriter
+
+METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
+TAGS: Mapping[str, str] = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/lr",
+    "tokens": "train/tokens",
+    "loss_scale": "train/loss_scale",
+    "tokens_per_s": "speed/tokens_per_s",
+    "samples_per_s": "speed/samples_per_s",
+    "mfu": "speed/mfu",
+    "step_s": "time/step_s",
+    "data_wait_s": "time/data_wait_s",
+    "evaluate_s": "time/evaluate_s",
+    "save_s": "time/save_s",
+    "profile_s": "time/profile_s",
+    "memory_in_use": "memory/in_use",
+    "memory_peak": "memory/peak",
+    "memory_limit": "memory/limit",
+    "memory_spread": "memory/spread",
+    "validation_loss": "validation/loss",
+    "validation_tokens": "validation/tokens",
+}
+
+
+class Log:
+    """Writes records; a context manager. With `enabled` false (all processes but one) it writes nothing.
+
+    resume_step: updates that the resumed checkpoint holds. Later lines of metrics.jsonl are dropped, and TensorBoard is
+    told to hide its later events. None starts afresh.
+    """
+
+    def __init__(self, folder: Path, *, tensorboard: bool = True, resume_step: int | None = None, enabled: bool = True):
+        self.file = self.board = None
+        if not enabled:
+            return
+        path = folder / METRICS
+        if resume_step is not None and path.exists():
+            keep_until(path, resume_step)
+        self.file = path.open("a" if resume_step is not None else "w", encoding="utf-8")
+        if tensorboard:
+            first = (resume_step or 0) + 1
+            self.board = SummaryWriter(
+                str(folder / TENSORBOARD), purge_step=first if resume_step is not None else None, max_queue=1000, flush_secs=10,
+                filename_suffix=f".{first}.{os.getpid()}")  # the library's own names differ by the second alone
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.file:
+            self.file.close()
+        if self.board:
+            self.board.close()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write one record, whose line is on disk when this returns. A float that is not finite is null in the JSON."""
+        if self.file:
+            self.file.write(json.dumps({key: _json(value) for key, value in record.items()}, allow_nan=False) + "\n")
+            self.file.flush()
+        if self.board:
+            for key, tag in TAGS.items():
+                value = record.get(key)
+                for name, number in enumerate(value) if isinstance(value, list) else [(None, value)]:
+                    if number is not None:
+                        self.board.add_scalar(tag if name is None else f"{tag}/{name}", number, record["step"])
+
+
+def _json(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop the lines after update `step`, and a last line that a crash cut short. The file is replaced in one move."""
+    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= step]
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    fresh.replace(path)
+
+
+def _step(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except json.JSONDecodeError:
+        return math.inf
