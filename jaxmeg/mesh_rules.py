@@ -12,6 +12,8 @@ from math import log2, prod
 
 from jaxmeg.arch import Arch
 from jaxmeg.config import Axis, Config, MeshConfig, mesh_sizes
+from jaxmeg.pipeline.notation import ScheduleFileError, UserSchedule
+from jaxmeg.pipeline.user import is_schedule_file, read_schedule
 from jaxmeg.wording import any_of, divisors, multiples_around, nearest
 
 NOT_BUILT = {"cp": "context parallelism", "ep": "expert parallelism"}
@@ -130,24 +132,63 @@ def batch(fit: Fit) -> Iterator[str]:
 
 
 def schedule(fit: Fit) -> Iterator[str]:
-    """Chunks agree with the schedule."""
+    """Chunks agree with the schedule; stages and microbatches with one of the user's."""
     name, chunks = fit.config.pipeline.schedule, fit.config.pipeline.chunks
     if fit.mesh.pp == 1:
         return
-    if name == "interleaved" and chunks == 1:
+    if user := _user_schedule(fit):
+        yield from _fits_user_schedule(fit, user)
+    elif name == "interleaved" and chunks == 1:
         yield "pipeline.chunks=1 does not fit pipeline.schedule=interleaved: use chunks 2 or more, or schedule 1f1b"
     elif name in (None, "1f1b") and chunks is not None and chunks > 1:
         shown = name or "1f1b (the default)"
         yield f"pipeline.chunks={chunks} does not fit pipeline.schedule={shown}: use schedule interleaved, or chunks 1"
 
 
+def _user_schedule(fit: Fit) -> UserSchedule | None:
+    """What the file of a schedule holds; None for a name, and for a file that `value_rules.choices` complains of."""
+    path = fit.config.pipeline.schedule
+    try:
+        return read_schedule(path) if path and is_schedule_file(path) else None
+    except ScheduleFileError:
+        return None
+
+
+def _fits_user_schedule(fit: Fit, user: UserSchedule) -> Iterator[str]:
+    pipeline, pp, num = fit.config.pipeline, fit.mesh.pp, user.num_microbatches
+    name = f"pipeline.schedule={pipeline.schedule}"
+    if user.num_stages != pp:
+        yield f"{name} has {user.num_stages} stages and mesh.pp={pp}: use pp {user.num_stages}, or a schedule of {pp} stages"
+        return
+    if pipeline.chunks not in (None, user.num_chunks):
+        yield f"pipeline.chunks={pipeline.chunks} does not fit {name}, which has {user.num_chunks}: leave chunks out"
+    rows, ranks, microbatch = fit.config.data.global_batch, fit.ranks, pipeline.microbatch
+    local = rows // ranks
+    if rows % ranks or (microbatch and local % microbatch):  # `batch` says so
+        return
+    if microbatch and local // microbatch != num:
+        fixes = [f"microbatch {local // num}"] if local % num == 0 else []
+        fixes.append(f"global_batch {num * microbatch * ranks}")
+        yield (
+            f"{name} has {num} microbatches, and pipeline.microbatch={microbatch} makes {local // microbatch} of the {local} rows of a "
+            f"data-parallel rank: use {any_of(fixes)}"
+        )
+    elif local % num:
+        fits = any_of(multiples_around(rows, num * ranks))
+        yield f"{name} has {num} microbatches, which do not divide the {local} rows of a data-parallel rank: use global_batch {fits}"
+
+
 def layers(fit: Fit) -> Iterator[str]:
     """Every chunk of every stage has a layer."""
     pp, num_layers = fit.mesh.pp, fit.arch.num_layers
-    chunks = fit.config.pipeline.chunks or (2 if fit.config.pipeline.schedule == "interleaved" else 1)
+    user = _user_schedule(fit)
+    chunks = user.num_chunks if user else fit.config.pipeline.chunks or (2 if fit.config.pipeline.schedule == "interleaved" else 1)
     if pp == 1 or num_layers >= pp * chunks:
         return
     pieces = f"mesh.pp={pp} stages" if chunks == 1 else f"mesh.pp={pp} stages x {chunks} chunks = {pp * chunks} pieces"
+    if user:
+        yield f"model.num_layers={num_layers} is fewer than {pieces}: use num_layers {pp * chunks} or more, or another schedule"
+        return
     fixes = [f"pp {any_of(nearest(range(1, num_layers // chunks + 1), pp))}"] if num_layers >= chunks else []
     if chunks > 1 and num_layers >= pp:
         fixes.append(f"chunks {any_of(nearest(range(1, num_layers // pp + 1), chunks))}")

@@ -86,15 +86,18 @@ class Work:
     def _embed(self, params: Tree, microbatch: jax.Array) -> jax.Array:
         return self.model.embed(params, self.batch.inputs_MBT[microbatch], self.batch.context(microbatch))
 
+    @jax.named_scope("embed")
     def embed(self, microbatch: jax.Array) -> jax.Array:
         return self._embed(self.whole("embed"), microbatch)
 
+    @jax.named_scope("embed.backward")
     def embed_backward(self, grads: Tree, microbatch: jax.Array, dx: jax.Array) -> Tree:
         """dx: on the stage that received it from stage 0, zero elsewhere."""
         _, vjp = jax.vjp(lambda params: self._embed(params, microbatch), self.whole("embed"))
         return self.add(grads, {"embed": vjp(dx)[0]})
 
     # ---------------------------------------------------------------- H: the microbatch that leaves
+    @jax.named_scope("head")
     def head(self, grads: Tree, microbatch: jax.Array, y: jax.Array) -> tuple[Tree, jax.Array, jax.Array]:
         """Gradients with the head's added, loss of the microbatch (each token counted on one rank), dy. y and dy: on the last stage."""
         labels, weights = self.batch.labels_MBT[microbatch], self.batch.weights_MBT[microbatch]
@@ -140,10 +143,12 @@ class Work:
         """Residuals of `slots` (chunk, microbatch) pairs: leaves [slots, layers of a chunk, ...]."""
         return [parallel.vary(jnp.zeros((slots, self.layers_per_chunk, *k.shape), k.dtype)) for k in self.kept]
 
+    @jax.named_scope("forward.stage")
     def forward(self, ring: list[jax.Array], x: jax.Array, microbatch: jax.Array, chunk: jax.Array, slot: jax.Array):
         """(ring with the chunk's residuals in `slot`, output)."""
         context = self.batch.context(microbatch)
 
+        @jax.named_scope("layer")
         def one(carry, i):
             x, ring = carry
             _, layer, w = self.layer(chunk, i)
@@ -153,20 +158,24 @@ class Work:
         (y, ring), _ = lax.scan(one, (x, ring), self.chunk_layers())
         return ring, y
 
+    @jax.named_scope("forward.stage")
     def forward_only(self, x: jax.Array, microbatch: jax.Array, chunk: jax.Array) -> jax.Array:
         context = self.batch.context(microbatch)
 
+        @jax.named_scope("layer")
         def one(x, i):
             _, layer, w = self.layer(chunk, i)
             return self.apply(w, x, layer, context), None
 
         return lax.scan(one, x, self.chunk_layers())[0]
 
+    @jax.named_scope("backward.stage")
     def backward(self, ring: list[jax.Array], grads: Tree, dy: jax.Array, microbatch: jax.Array, chunk: jax.Array, slot: jax.Array):
         """(gradients with the chunk's added, dx). With dy = 0 on any finite residuals it adds exact zeros."""
         tree, recipe = self.rebuild
         context = self.batch.context(microbatch)
 
+        @jax.named_scope("layer")
         def one(carry, i):
             dy, layers = carry
             row, layer, w = self.layer(chunk, i)
@@ -200,6 +209,7 @@ class Work:
 def _accumulate(work: Work, num_microbatches: int) -> tuple[jax.Array, Tree]:
     zero = parallel.vary(jnp.int32(0))
 
+    @jax.named_scope("microbatch")
     def one(carry, m):
         loss, ring, grads = carry
         ring, y = work.forward(ring, work.embed(m), m, zero, zero)
@@ -218,6 +228,7 @@ def _run_table(table: Table, tick: Callable[[str, Carry, dict[str, jax.Array]], 
     columns = np.stack([np.asarray(table.rows[name], np.int32) for name in COLUMNS], axis=1)  # [tick, column, stage]
 
     def run(kind: str) -> Callable[[Carry, jax.Array], tuple[Carry, None]]:
+        @jax.named_scope(f"tick.{kind}")
         def one(carry: Carry, row: jax.Array) -> tuple[Carry, None]:
             mine = parallel.vary(row)[:, parallel.stage()]
             return tick(kind, carry, dict(zip(COLUMNS, mine, strict=True))), None
@@ -286,6 +297,7 @@ def outputs(work: Work, table: Table, read: Callable[[jax.Array, jax.Array], jax
     table: a "forward" table. Evaluation reads losses, sampling reads logits.
     """
     if table.num_stages == 1:
+        @jax.named_scope("microbatch")
         def one(_, m):
             return None, read(work.forward_only(work.embed(m), m, parallel.vary(jnp.int32(0))), m)
         return lax.scan(one, None, parallel.vary(jnp.arange(table.num_microbatches, dtype=jnp.int32)))[1]

@@ -1,7 +1,8 @@
 """Pipeline schedules are data: a table says what every stage does in every tick.
 
-`make_table` writes the table of a schedule, `simulate` replays it with labels for arrays and refuses a table whose work
-would read or overwrite the wrong thing, `segments` folds its ticks into nested loops, `place_layers` spreads layers.
+`make_table` writes the table of a named schedule, `fill_table` that of any plan; `simulate` replays it with labels for
+arrays and refuses a table whose work would read or overwrite the wrong thing, `segments` folds its ticks into nested loops,
+`place_layers` spreads layers.
 Plain Python: nothing here knows arrays, devices or models. Reference: interleaved 1F1B, arXiv:2104.04473.
 
 Each of P stages holds V chunks of the model. Chunk c of stage s is *virtual stage* v = c*P + s, and every one of M
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from itertools import groupby, product
 from typing import NamedTuple
 
-from jaxmeg.pipeline.ticks import KINDS, Phase, Plan, Slots, group_sizes, make_plan, tick_kinds
+from jaxmeg.pipeline.ticks import KINDS, Phase, Plan, Slots, group_sizes, make_plan
 from jaxmeg.wording import unknown_choice
 
 NAMES = ("gpipe", "1f1b", "interleaved", "forward")
@@ -75,20 +76,23 @@ def make_table(name: str, num_stages: int, num_chunks: int, num_microbatches: in
         raise ValueError(f"schedule=1f1b takes one chunk a stage, not num_chunks={V}: use 1, or schedule interleaved")
     if name == "interleaved" and V < 2:
         raise ValueError(f"schedule=interleaved takes 2 chunks a stage or more, not num_chunks={V}: use schedule 1f1b")
-    plan = make_plan(name, P, V, M)
-    kinds = tick_kinds(plan, alternating=name in ("gpipe", "forward") and V > 1)
-    rows = {column: [[0] * P for _ in kinds] for column in COLUMNS}
-    used = [_fill_stage(rows, plan, kinds, stage, P, P * V - 1) for stage in range(P)]
+    return fill_table(name, make_plan(name, P, V, M), P, V, M)
+
+
+def fill_table(name: str, plan: Plan, num_stages: int, num_chunks: int, num_microbatches: int) -> Table:
+    """The table of a plan: what every stage reads and writes where."""
+    P, V = num_stages, num_chunks
+    rows = {column: [[0] * P for _ in plan.kinds] for column in COLUMNS}
+    used = [_fill_stage(rows, plan, stage, P, P * V - 1) for stage in range(P)]
     ring, inbox, grads = (max(numbers) for numbers in zip(*used, strict=True))
-    return Table(name=name, rows=rows, kinds=kinds, ring_slots=ring, forward_slots=inbox, backward_slots=grads, **sizes)
+    return Table(name=name, num_stages=P, num_chunks=V, num_microbatches=num_microbatches, rows=rows, kinds=plan.kinds,
+                 ring_slots=ring, forward_slots=inbox, backward_slots=grads)
 
 
-def _fill_stage(
-    rows: dict[str, list[list[int]]], plan: Plan, kinds: tuple[str, ...], stage: int, P: int, last: int
-) -> tuple[int, int, int]:
+def _fill_stage(rows: dict[str, list[list[int]]], plan: Plan, stage: int, P: int, last: int) -> tuple[int, int, int]:
     """Writes one stage's entries; returns its slots of ring, forward inbox, backward inbox. `last`: a virtual stage."""
     F, VOCABULARY, B, X = Phase
-    forward, backward, embed, head, embed_grad = plan
+    forward, backward, embed, head, embed_grad, kinds = plan
     mine = [(v, m) for v, m in forward if v % P == stage]
     # A forward reads what the virtual stage before sent, or what E wrote. Backwards likewise; G is virtual stage -1.
     sent = {(v, m): embed[m] if v == 0 else forward[v - 1, m] for v, m in mine}
@@ -104,14 +108,14 @@ def _fill_stage(
     forward_at = {(v % P, tick): (v, m) for (v, m), tick in forward.items()}  # (stage, tick) -> work
     backward_at = {(v % P, tick): (v, m) for (v, m), tick in backward.items()}
     embed_at, head_at, grad_at = ({tick: m for m, tick in ticks.items()} for ticks in (embed, head, embed_grad))
-    newest = 0  # ring slot that a real forward wrote last
+    newest = -1  # ring slot that a real forward wrote last: for backwards of bubbles, so forwards of bubbles leave it alone
     for tick, kind in enumerate(kinds):
         row: dict[str, int] = {}
         if work := forward_at.get((stage, tick)):
-            newest = ring.of.get(work, 0)
+            newest = ring.of[work] if backward else 0
             row |= {"f_ok": 1, "f_chunk": work[0] // P, "f_mb": work[1], "f_src": inbox.of[work], "f_slot": newest}
         elif "F" in kind and backward:
-            row["f_slot"] = ring.free(F.of(tick))
+            row["f_slot"] = ring.free(F.of(tick), besides=newest)
         if work := backward_at.get((stage, tick)):
             src, slot = grads.of[work], ring.of[work]
             row |= {"b_ok": 1, "b_chunk": work[0] // P, "b_mb": work[1], "b_src": src, "b_slot": slot}

@@ -4,7 +4,7 @@ Arithmetic on (virtual stage, microbatch) pairs; `pipeline/schedules.py` explain
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from operator import itemgetter
 from typing import NamedTuple
@@ -13,14 +13,18 @@ KINDS = "EFHBG"  # embedding, forward, head and loss, backward, embedding gradie
 Cell = tuple[int, int]  # (virtual stage, microbatch)
 
 
-class Plan(NamedTuple):
-    """Ticks of forward and backward by (virtual stage, microbatch), of E, H and G by microbatch."""
+Ticks = dict[Cell, int]
 
-    forward: dict[Cell, int]
-    backward: dict[Cell, int]
+
+class Plan(NamedTuple):
+    """Ticks of F and B by (virtual stage, microbatch), of E, H and G by microbatch; and the kinds of work of every tick."""
+
+    forward: Ticks
+    backward: Ticks
     embed: dict[int, int]
     head: dict[int, int]
     embed_grad: dict[int, int]
+    kinds: tuple[str, ...]
 
 
 def group_sizes(num_stages: int, num_microbatches: int) -> list[int]:
@@ -44,46 +48,50 @@ def make_plan(name: str, P: int, V: int, M: int) -> Plan:
             forward[v, base + r] = 1 + s + V * base + c * width + r
             backward[v, base + r] = start + (P - 1 - s) + V * base + (V - 1 - c) * width + r
         base += size
-    head = {m: forward[P * V - 1, m] for m in range(M)}
-    if name == "forward":
-        return Plan(forward, {}, _embed_ticks(forward, head), head, {})
-    return Plan(forward, backward, _embed_ticks(forward, head), head, _embed_grad_ticks(backward, head))
+    return add_vocabulary(forward, {} if name == "forward" else backward, sparse=name in ("gpipe", "forward") and V > 1)
 
 
-def _embed_ticks(forward: dict[Cell, int], head: dict[int, int]) -> dict[int, int]:
-    """A tick before stage 0 needs it; once there are heads, in a tick with a head: there E, H, G go together."""
-    first, head_ticks, ticks = min(head.values()), set(head.values()), {}
-    for m in reversed(head):
-        tick = forward[0, m] - 1
-        while tick in ticks.values() or (tick >= first and tick not in head_ticks):
-            tick -= 1
-        ticks[m] = tick
-    return ticks
+def add_vocabulary(forward: Ticks, backward: Ticks, sparse: bool = False, unbroken: bool = False) -> Plan:
+    """Adds H to the forwards of the last virtual stage, E before and G after the work of virtual stage 0.
 
-
-def _embed_grad_ticks(backward: dict[Cell, int], head: dict[int, int]) -> dict[int, int]:
-    """A tick after stage 0's backward; while there are heads, in a tick with a head."""
-    last, head_ticks, ticks = max(head.values()), set(head.values()), {}
-    for m in head:
-        tick = backward[0, m] + 1
-        while tick in ticks.values() or (tick <= last and tick not in head_ticks):
-            tick += 1
-        ticks[m] = tick
-    return ticks
-
-
-def tick_kinds(plan: Plan, alternating: bool) -> tuple[str, ...]:
-    """What runs in each tick. E and G run idle in some, so that few kinds of tick have to be compiled.
+    E and G go together with H where there is room, and run idle in other ticks, so that few kinds have to be compiled:
+    what a tick has of F, H and B decides whether it has E and G. Where there is no room, they run with every F, every B.
 
     Args:
-        alternating: ticks of one direction with and without vocabulary work take turns, many times: leave them so.
+        forward, backward: no forward before tick 1; a stage has at most one of each in a tick.
+        sparse: F with H and F without take turns, many times: only those with H get an idle E.
+        unbroken: F, and B, run idle in ticks between their first and their last.
     """
-    by_kind = (plan.embed, plan.forward, plan.head, plan.backward, plan.embed_grad)
-    E, F, H, B, G = (set(ticks.values()) for ticks in by_kind)
-    E |= H if alternating else H | (F - B)
-    G |= (H & B) if alternating else (H & B) | (B - F)
-    ticks_of = dict(zip(KINDS, (E, F, H, B, G), strict=True))
-    return tuple("".join(k for k in KINDS if tick in ticks_of[k]) for tick in range(max(E | F | H | B | G) + 1))
+    last = max(v for v, _ in forward)
+    head = {m: tick for (v, m), tick in forward.items() if v == last}
+    enter = {m: forward[0, m] - 1 for m in head}
+    leave = {m: backward[0, m] + 1 for m in head} if backward else {}
+    F, H, B = set(forward.values()), set(head.values()), set(backward.values())
+    if unbroken:
+        F, B = (set(range(min(ticks), max(ticks) + 1)) for ticks in (F, B))
+    end = max(F | B)
+    together = (H | (set(range(min(H))) if sparse else F - B), (H & B) | (B - F))
+    for E, G in (together, (F, B)):
+        embed = _spread(enter, -1, lambda tick, E=E: tick in E or tick <= 0)
+        embed_grad = _spread(leave, 1, lambda tick, G=G: tick in G or tick > end)
+        if min(embed.values()) >= 0 and max(embed_grad.values(), default=0) <= end + 1:
+            break
+    idle = (H, H & B) if sparse else (E, G)
+    by_kind = (idle[0] | set(embed.values()), F, H, B, idle[1] | set(embed_grad.values()))
+    num_ticks = max(set().union(*by_kind)) + 1
+    kinds = tuple("".join(k for k, ticks in zip(KINDS, by_kind) if tick in ticks) for tick in range(num_ticks))
+    return Plan(forward, backward, embed, head, embed_grad, kinds)
+
+
+def _spread(wanted: dict[int, int], step: int, allowed: Callable[[int], bool]) -> dict[int, int]:
+    """One microbatch a tick: each goes from the tick it wants in steps of +1 or -1 to the first that is allowed and free."""
+    taken: dict[int, int] = {}
+    for m in sorted(wanted, key=lambda m: step * wanted[m]):
+        tick = wanted[m]
+        while tick in taken or not allowed(tick):
+            tick += step
+        taken[tick] = m
+    return {m: tick for tick, m in taken.items()}
 
 
 class Phase(IntEnum):
@@ -107,11 +115,11 @@ class Slots:
             self.of[key] = self.free(start)
             self.uses[self.of[key]].append((start, end))
 
-    def free(self, moment: int) -> int:
-        """A slot that holds nothing of use at this moment; a new one if there is none."""
+    def free(self, moment: int, besides: int = -1) -> int:
+        """A slot that holds nothing of use at this moment, and is not `besides`; a new one if there is none."""
         for slot, uses in enumerate(self.uses):
             started = bisect_right(uses, moment, key=itemgetter(0))
-            if not started or uses[started - 1][1] < moment:
+            if slot != besides and (not started or uses[started - 1][1] < moment):
                 return slot
         self.uses.append([])
         return len(self.uses) - 1

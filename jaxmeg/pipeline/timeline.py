@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from jaxmeg.pipeline.schedules import Report, Table, expected_bubble, expected_peak_live, segments, simulate
+from jaxmeg.pipeline.schedules import NAMES, Report, Table, expected_bubble, expected_peak_live, segments, simulate
 
 COLOURS = (  # of forward and backward, by chunk; from the fifth chunk on they repeat
     ("#a9cdf0", "#2465a3"),
@@ -64,12 +64,17 @@ def costs_line(table: Table, forward_cost: float, backward_cost: float) -> str:
     return f"forward {forward_cost:g}{backward} of one microbatch on one stage"
 
 
+def formula_of(table: Table) -> str:
+    """Whose formulas stand beside simulated figures: the schedule's own, or for one of a user's its nearest relative's."""
+    return "formula" if table.name in NAMES else "1f1b" if table.num_chunks == 1 else "interleaved"
+
+
 def bubble_line(table: Table, report: Report, forward_cost: float, backward_cost: float) -> str:
     """Simulated bubble beside the formula's."""
     sizes = (table.name, table.num_stages, table.num_chunks, table.num_microbatches)
     formula = expected_bubble(*sizes, forward_cost, backward_cost)
     share = f"{report.bubble_fraction:.1%}: {report.bubble:g} of {report.time:g}"
-    return f"{share}, formula {formula:g} (time of {costs_line(table, forward_cost, backward_cost)})"
+    return f"{share}, {formula_of(table)} {formula:g} (time of {costs_line(table, forward_cost, backward_cost)})"
 
 
 def live_line(table: Table, report: Report) -> str:
@@ -94,7 +99,7 @@ def print_timeline(table: Table, console: Console, forward_cost: float = 1.0, ba
     inboxes = f"forward inbox {table.forward_slots}"
     lines = {"bubble": bubble_line(table, report, forward_cost, backward_cost)}
     if table.backward_slots:
-        lines["live"] = f"{live_line(table, report)} at most on a stage, formula {formula / table.num_chunks:g}"
+        lines["live"] = f"{live_line(table, report)} at most on a stage, {formula_of(table)} {formula / table.num_chunks:g}"
         inboxes = f"ring {table.ring_slots}, {inboxes}, backward inbox {table.backward_slots}"
     lines |= {"slots": inboxes, "ticks": ticks_line(table.kinds)}
     console.print(Text(headline(table), style="bold"))
