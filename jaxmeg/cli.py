@@ -20,8 +20,8 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from jaxmeg.config import AXES, Config, Resolved, resolve
 from jaxmeg.devices import plan_devices
-from jaxmeg.distributed import connect, find_processes
 from jaxmeg.keys import KEYS, SECTIONS, SHORT_FORMS, is_section, section_keys, unknown_key
+from jaxmeg.processes import find_processes
 from jaxmeg.validate import problems, warnings
 from jaxmeg.wording import any_of, did_you_mean
 
@@ -93,8 +93,9 @@ def _resumed(paths: list[str], overrides: Overrides) -> tuple[list[str], Overrid
     folder = next((value for key, value in reversed(overrides) if key == "checkpoint.resume"), None)
     if folder in (None, "null"):
         return paths, overrides
-    start = [("checkpoint.init_from", "null"), ("checkpoint.allow_changes", "false"), ("emulate", "null"), ("train.out", folder)]
-    return [str(Path(folder) / "config.yaml"), *paths], [*start, *overrides]
+    processes = [key for key in KEYS if key.startswith("distributed.")]
+    once = dict.fromkeys(["checkpoint.init_from", "train.stop_after", "record.profile", "emulate", *processes], "null")
+    return [str(Path(folder) / "config.yaml"), *paths], [*once.items(), ("checkpoint.allow_changes", "false"), ("train.out", folder), *overrides]
 
 
 def check(config: Config, num_devices: int) -> Resolved:
@@ -124,7 +125,6 @@ def start(config: Config) -> int:
         os.environ["JAX_PLATFORMS"] = "cpu"
         local = devices.count // processes.count
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={local}".strip()
-    connect(config.distributed, processes)
     return devices.count
 
 

@@ -11,6 +11,8 @@ from enum import StrEnum
 from fractions import Fraction
 
 from jaxmeg.arch import Arch, resolve_arch
+from jaxmeg.pipeline.notation import UserSchedule
+from jaxmeg.pipeline.user import is_schedule_file, read_schedule, user_table
 from jaxmeg.rules import load_rules
 
 
@@ -122,12 +124,12 @@ class PipelineConfig:
     """How a pipeline is run. All null: chosen from the mesh."""
 
     schedule: str | None = None
-    """gpipe, 1f1b, interleaved, or the path of a schedule of your own (.csv). Null is 1f1b when mesh.pp > 1."""
+    """gpipe, 1f1b, interleaved, or the path of a schedule of your own (.csv or .txt). Null is 1f1b when mesh.pp > 1."""
     chunks: int | None = None
-    """Model pieces per stage. Null is 1, or 2 for interleaved."""
+    """Model pieces per stage. Null is 1, or 2 for interleaved, or what a schedule of your own has."""
     microbatch: int | None = None
-    """Rows per data-parallel rank per pipeline slot. Null is the largest that gives at least 2 * pp microbatches, or
-    all local rows when mesh.pp = 1."""
+    """Rows per data-parallel rank per pipeline slot. Null is the largest that gives at least 2 * pp microbatches (or as
+    many as a schedule of your own has), or all local rows when mesh.pp = 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +227,8 @@ class TrainConfig:
 
     steps: int = 180
     """Updates."""
+    stop_after: int | None = None
+    """Save and stop after this update, to go on later; the learning rate still counts train.steps."""
     seed: int = 0
     """Seeds initial weights, data order and dropout."""
     dropout: float = 0.0
@@ -270,7 +274,7 @@ class RecordConfig:
     tensorboard: bool = True
     """Write TensorBoard events."""
     profile: str | None = None
-    """Updates to trace, for example 10:13 for 10, 11 and 12."""
+    """Updates to trace, for example 10:13 for 10, 11 and 12; in quotes in a file, as YAML reads 10:13 as 613."""
     compile_cache: str | None = "~/.cache/jaxmeg/xla"
     """Folder in which compiled programs are kept between runs on accelerators; null keeps none."""
 
@@ -333,6 +337,8 @@ class Resolved:
     """The complete rule table: dim -> mesh axes."""
     schedule: str | None
     """Pipeline schedule; None when pp = 1."""
+    user_schedule: UserSchedule | None
+    """What the file holds, where the schedule is one."""
     chunks: int
     """Model pieces per stage."""
     local_rows: int
@@ -348,7 +354,9 @@ class Resolved:
 
     @property
     def bubble(self) -> Fraction:
-        """Predicted share of the pipeline's time in which a stage idles."""
+        """Predicted share of the pipeline's time in which a stage idles; of a schedule of the user's, simulated."""
+        if self.user_schedule:
+            return user_table(self.user_schedule)[1].bubble
         return bubble_fraction(self.mesh[Axis.PP], self.num_microbatches, self.chunks)
 
 
@@ -393,9 +401,11 @@ def resolve(config: Config, num_devices: int) -> Resolved:
     rules = load_rules(config.layout.rules)
     pp = mesh[Axis.PP]
     schedule = (config.pipeline.schedule or "1f1b") if pp > 1 else None
-    chunks = config.pipeline.chunks or (2 if schedule == "interleaved" else 1)
+    user = read_schedule(schedule) if schedule and is_schedule_file(schedule) else None
+    chunks = user.num_chunks if user else config.pipeline.chunks or (2 if schedule == "interleaved" else 1)
     local_rows = config.data.global_batch // (mesh[Axis.REP] * mesh[Axis.DP] * mesh[Axis.EP])
-    microbatch = config.pipeline.microbatch or default_microbatch(local_rows, pp)
+    default = local_rows // user.num_microbatches if user else default_microbatch(local_rows, pp)
+    microbatch = config.pipeline.microbatch or default
     vocab_ranks = 1
     for axis in rules["vocab"]:
         vocab_ranks *= mesh[Axis(axis)]
@@ -405,6 +415,7 @@ def resolve(config: Config, num_devices: int) -> Resolved:
         mesh=mesh,
         rules=rules,
         schedule=schedule,
+        user_schedule=user,
         chunks=chunks,
         local_rows=local_rows,
         microbatch=microbatch,

@@ -1,49 +1,36 @@
-"""Several processes as one run: how many there are, known before jax is imported, and the start of jax's coordination.
+"""Several processes as one run: the start of jax's coordination, and what the first process tells the others.
 
-The counts come from the config, else from SLURM or Open MPI; every process prints where its numbers come from. Mesh
-and data know nothing of processes: an array of the mesh is filled by each process with the rows it holds.
+Mesh and data know nothing of processes: an array of the mesh is filled by each process with the rows it holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxmeg.config import DistributedConfig
-
-LAUNCHERS = {
-    "SLURM": ("SLURM_NTASKS", "SLURM_PROCID"),
-    "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-}
+from jaxmeg.processes import find_processes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Processes:
-    """Processes of a run."""
-
-    count: int
-    index: int
-    origin: str
-    """Where count and index come from."""
-
-
-def find_processes(config: DistributedConfig, environ: Mapping[str, str]) -> Processes:
-    """What the config says, else what a launcher's environment says, else one process."""
-    if config.num_processes is not None:
-        return Processes(count=config.num_processes, index=config.process_id or 0, origin="distributed.*")
-    for name, (count, index) in LAUNCHERS.items():
-        if index in environ and environ.get(count, "").isdigit() and int(environ[count]) > 1:
-            return Processes(count=int(environ[count]), index=int(environ[index]), origin=name)
-    return Processes(count=1, index=0, origin="one process")
-
-
-def connect(config: DistributedConfig, processes: Processes) -> None:
-    """Join the other processes. Nothing to do for one. Call before jax sees a device."""
+def connect(config: DistributedConfig) -> None:
+    """Join the other processes; nothing to do for one. Call before jax sees a device."""
+    processes = find_processes(config, os.environ)
     if processes.count == 1:
         return
-    import jax
-
     if config.num_processes is None:  # jax reads the launcher's environment itself
         jax.distributed.initialize()
     else:
         jax.distributed.initialize(config.coordinator, processes.count, processes.index)
+
+
+def from_first_process(text: str) -> str:
+    """The text that process 0 passes, on every process."""
+    if jax.process_count() == 1:
+        return text
+    room = np.zeros(4096, np.uint8)
+    data = np.frombuffer(text.encode(), np.uint8)
+    room[: len(data)] = data
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(room))).rstrip(b"\0").decode()

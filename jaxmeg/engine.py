@@ -6,6 +6,8 @@ The engine is a compiled step with its state; the mesh, ZeRO stage, optimizer an
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +24,7 @@ from jaxmeg.module_rules import problems
 from jaxmeg.own_step import Loss, make_own_eval_step, own_gradients
 from jaxmeg.setup import Setup, build
 from jaxmeg.state import TrainState, fresh_state, init_state
-from jaxmeg.step import Metrics, make_train_step, place
+from jaxmeg.step import Metrics, local_rows, make_train_step, place
 
 Batch = Any
 """A tree of arrays whose first dim is the row."""
@@ -33,8 +35,10 @@ class BatchError(ValueError):
 
 
 def import_object(path: str, key: str) -> Any:
-    """The object at "package.module:name". Raises ConfigError that names the key."""
+    """The object at "package.module:name", also from the working directory. Raises ConfigError that names the key."""
     module, _, name = path.partition(":")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     try:
         value = import_module(module)
         for part in name.split("."):
@@ -62,7 +66,8 @@ class Microbatches:
     """Batches of rows as the step takes them: (arrays [M, n, ...], valid [M, n]) on the devices."""
 
     def __init__(self, setup: Setup):
-        self.setup, self.rows = setup, setup.config.data.global_batch
+        self.setup, self.rows, self.num = setup, setup.config.data.global_batch, setup.resolved.num_microbatches
+        self.mine = local_rows(setup, self.rows, self.num)
 
     def __call__(self, batch: Batch, fill: bool = False) -> tuple[Batch, jax.Array]:
         """fill: fewer rows than data.global_batch are filled up with rows that do not count."""
@@ -71,16 +76,15 @@ class Microbatches:
         num_rows = next(iter(sizes.values()), ())
         for path, size in sizes.items():
             if size != num_rows or not size or (size != (self.rows,) and not (fill and size[0] < self.rows)):
-                raise BatchError(f"batch leaf {path or 'array'} has {size[0] if size else 'no'} rows, and data.global_batch={self.rows}: give each "
-                                 f"step {self.rows} rows in every leaf")
+                raise BatchError(f"batch leaf {path or 'array'} has {size[0] if size else 'no'} rows, and data.global_batch={self.rows}: "
+                                 f"give each step {self.rows} rows in every leaf")
         missing = self.rows - num_rows[0]
-        M = self.setup.resolved.num_microbatches
 
         def one(x: Any) -> jax.Array:
             x = np.asarray(x)
-            return place(self.setup, np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)), M)
+            return place(self.setup, np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))[self.mine], self.num)
 
-        return jax.tree.map(one, batch), place(self.setup, np.arange(self.rows) < num_rows[0], M)
+        return jax.tree.map(one, batch), one(np.arange(num_rows[0]) >= 0)
 
 
 class Engine:

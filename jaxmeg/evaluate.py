@@ -2,45 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from jaxmeg.data.text import Rows as HostRows
+from jaxmeg.data.dataset import Rows as HostRows
 from jaxmeg.setup import Setup
-from jaxmeg.step import make_eval_step, make_next_logits, place_rows
+from jaxmeg.step import local_rows, make_eval_step, make_next_logits, place_rows
 
 
-def make_evaluate(setup: Setup) -> Callable[[Any, HostRows], tuple[float, int]]:
-    """(params, rows) -> (mean loss in nats a token, tokens). Any number of rows: the last batch is filled up with rows
-    that do not count, so the result does not depend on batch size or layout and nothing compiles twice."""
+def make_evaluate(setup: Setup) -> Callable[[Any, Iterable[HostRows]], tuple[float, int]]:
+    """(params, batches of at most data.global_batch rows) -> (mean loss in nats a token, tokens).
+
+    Batches are filled up with rows that do not count, so the result does not depend on batch size or layout and nothing
+    compiles twice.
+    """
     num_microbatches, size = setup.resolved.num_microbatches, setup.config.data.global_batch
-    step = make_eval_step(setup, num_microbatches)
+    step, mine = make_eval_step(setup, num_microbatches), local_rows(setup, size, num_microbatches)
 
-    def evaluate(params: Any, rows: HostRows) -> tuple[float, int]:
+    def evaluate(params: Any, batches: Iterable[HostRows]) -> tuple[float, int]:
         total, tokens = 0.0, 0
-        for start in range(0, len(rows.inputs), size):
-            part = slice(start, start + size)
-            batch = HostRows(inputs=rows.inputs[part], labels=rows.labels[part], mask=rows.mask[part]).filled(size)
-            loss, count = step(params, place_rows(setup, batch.inputs, batch.labels, batch.mask, num_microbatches))
+        for rows in batches:
+            part = rows.filled(size).take(mine)
+            placed = place_rows(setup, part.inputs, part.labels, part.mask, num_microbatches, part.segments)
+            loss, count = step(params, placed)
             total, tokens = total + float(loss), tokens + int(count)
         return total / max(tokens, 1), tokens
 
     return evaluate
 
 
-def sample(setup: Setup, params: Any, prompt: bytes, num_tokens: int, temperature: float, seed: int) -> Iterator[int]:
-    """Continue a prompt byte by byte: the whole window is run for each token, no cache. Yields token ids."""
+def sample(setup: Setup, params: Any, prompt: list[int], num_tokens: int, temperature: float, seed: int) -> Iterator[int]:
+    """Continue a prompt token by token: the whole window is run for each token, no cache. Yields token ids."""
     next_logits = make_next_logits(setup)
     window, ranks = setup.config.data.seq_len, setup.data_ranks
     tokens, rng = list(prompt) or [0], np.random.default_rng(seed)
+    mine = len(local_rows(setup, ranks, 1))
     for _ in range(num_tokens):
         context = tokens[-window:]
-        inputs = np.zeros((ranks, window), np.int32)
+        inputs = np.zeros((mine, window), np.int32)  # every data rank runs the same row
         inputs[:, : len(context)] = context
         rows = place_rows(setup, inputs, inputs, np.ones(inputs.shape, bool), 1)
-        z = np.asarray(next_logits(params, rows, np.int32(len(context) - 1)), np.float64)[0]
+        logits = next_logits(params, rows, np.int32(len(context) - 1)).addressable_shards[0].data
+        z = np.asarray(logits, np.float64)[0]
         if temperature == 0:
             token = int(z.argmax())
         else:

@@ -144,7 +144,9 @@ class Layout:
         """After the last tick: sum every leaf once, over exactly the axes it is not sharded on."""
         def one(leaf: LeafLayout, x: jax.Array) -> jax.Array:
             done = leaf.model_axes | (set(leaf.zero_axes) if leaf.zero_dim is not None else set())
-            return jax.lax.psum(x, tuple(axis for axis in AXES if axis not in done))
+            axes = tuple(axis for axis in AXES if axis not in done)
+            with parallel.scope("all_sum", parallel.active(axes)):
+                return jax.lax.psum(x, axes)
         return self.map(one, grads)
 
     def grad_shape(self, leaf: LeafLayout) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from jaxmeg import mesh_rules, value_rules
+from jaxmeg import mesh_rules, run_rules, value_rules
 from jaxmeg.arch import PRESETS
 from jaxmeg.config import AXES, Axis, Config, MeshConfig, ModelConfig, PipelineConfig, mesh_sizes
 from jaxmeg.rules import DEFAULT_RULES
@@ -18,7 +18,7 @@ def problems(config: Config, num_devices: int) -> list[str]:
     """Every violated rule; empty when the module can be trained on `num_devices` devices."""
     found = [
         *value_rules.ranges(config), *value_rules.choices(config), *value_rules.schedule_lengths(config),
-        *value_rules.without_effect(config), *_model_axes(config.mesh), *_not_for_modules(config),
+        *value_rules.without_effect(config), *run_rules.problems(config), *_model_axes(config.mesh), *_not_for_modules(config),
     ]
     return found or [*_devices(config.mesh, num_devices), *_batch(config, num_devices)]
 

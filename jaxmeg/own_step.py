@@ -32,14 +32,14 @@ def _sums(setup: Setup, loss: Loss, params: Any, batch: Any, valid: jax.Array) -
     rows = valid.shape[0]
     if jnp.ndim(losses) < 1 or losses.shape[0] != rows or (weights is not None and jnp.shape(weights) != losses.shape):
         shown = jnp.shape(losses) if weights is None else f"{jnp.shape(losses)} and weights of shape {jnp.shape(weights)}"
-        raise OwnModuleError(f"the loss returned losses of shape {shown} for {rows} rows: return one loss a row, [{rows}] or [{rows}, ...], and "
-                             "weights of the same shape; jaxmeg takes the mean over the whole batch")
+        raise OwnModuleError(f"the loss returned losses of shape {shown} for {rows} rows: return one loss a row, [{rows}] or "
+                             f"[{rows}, ...], and weights of the same shape; jaxmeg takes the mean over the whole batch")
     counted = jnp.broadcast_to(valid.reshape(-1, *(1,) * (losses.ndim - 1)), losses.shape)
     w = jnp.where(counted, jnp.ones_like(losses) if weights is None else weights, jnp.zeros_like(losses)).astype(jnp.float32)
     return jnp.sum(jnp.where(counted, losses, jnp.zeros_like(losses)).astype(jnp.float32) * w), jnp.sum(w)
 
 
-def _shard_map(setup: Setup, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def _on_mesh(setup: Setup, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     def with_precision(*args: Any) -> Any:
         precision = setup.config.precision.matmul
         with jax.default_matmul_precision(None if precision == "default" else precision), jax.numpy_dtype_promotion("standard"):
@@ -69,7 +69,7 @@ def own_gradients(setup: Setup, loss: Loss) -> Callable[..., Any]:
         grads = layout.reduce(layout.scatter(grads, leaves, "step", jnp.float32))
         return lax.psum(total, DATA_AXES) * mean, jax.tree.map(lambda g: g * mean, grads), count
 
-    return _shard_map(setup, body, (layout.specs, ROWS, PartitionSpec(), PartitionSpec()), (PartitionSpec(), layout.specs, PartitionSpec()))
+    return _on_mesh(setup, body, (layout.specs, ROWS, PartitionSpec(), PartitionSpec()), (PartitionSpec(), layout.specs, PartitionSpec()))
 
 
 def make_own_eval_step(setup: Setup, loss: Loss) -> Callable[[Any, Any], tuple[jax.Array, jax.Array]]:
@@ -84,4 +84,4 @@ def make_own_eval_step(setup: Setup, loss: Loss) -> Callable[[Any, Any], tuple[j
 
         return lax.psum(lax.scan(one, (jnp.float32(0), jnp.float32(0)), batch)[0], DATA_AXES)
 
-    return jax.jit(_shard_map(setup, body, (layout.specs, ROWS), (PartitionSpec(), PartitionSpec())))
+    return jax.jit(_on_mesh(setup, body, (layout.specs, ROWS), (PartitionSpec(), PartitionSpec())))

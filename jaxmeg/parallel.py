@@ -11,7 +11,7 @@ Shapes: B rows, T tokens of the whole sequence, t = T / tp tokens of one rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -50,24 +50,33 @@ def rank(axes: Sequence[str]) -> jax.Array:
     return index
 
 
+def scope(verb: str, axes: Iterable[str]) -> Any:
+    """A name in profiles for what a verb does, such as all_gather(dp)."""
+    return jax.named_scope(f"{verb}({','.join(axes)})")
+
+
 def all_sum(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     axes = active(axes)
-    return vary(lax.psum(x, axes)) if axes else x
+    with scope("all_sum", axes):
+        return vary(lax.psum(x, axes)) if axes else x
 
 
 def all_max(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     axes = active(axes)
-    return vary(lax.pmax(x, axes)) if axes else x
+    with scope("all_max", axes):
+        return vary(lax.pmax(x, axes)) if axes else x
 
 
 def all_gather(x: jax.Array, axes: Iterable[str], dim: int) -> jax.Array:
     axes = active(axes)
-    return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+    with scope("all_gather", axes):
+        return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
 
 
 def reduce_scatter(x: jax.Array, axes: Iterable[str], dim: int) -> jax.Array:
     axes = active(axes)
-    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
+    with scope("reduce_scatter", axes):
+        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
 
 
 # ------------------------------------------------------------------ tokens: sequence parallelism over tp
@@ -121,13 +130,15 @@ def local_kv_heads(w: jax.Array, dim: int, num_heads_local: int, num_heads: int,
 def send_forward(x: jax.Array) -> jax.Array:
     """To the next stage; the last sends to the first."""
     n = lax.axis_size(Axis.PP)
-    return lax.ppermute(x, Axis.PP, [(i, (i + 1) % n) for i in range(n)])
+    with scope("send_forward", (Axis.PP,)):
+        return lax.ppermute(x, Axis.PP, [(i, (i + 1) % n) for i in range(n)])
 
 
 def send_backward(x: jax.Array) -> jax.Array:
     """To the previous stage; the first sends to the last."""
     n = lax.axis_size(Axis.PP)
-    return lax.ppermute(x, Axis.PP, [((i + 1) % n, i) for i in range(n)])
+    with scope("send_backward", (Axis.PP,)):
+        return lax.ppermute(x, Axis.PP, [((i + 1) % n, i) for i in range(n)])
 
 
 def stage() -> jax.Array:

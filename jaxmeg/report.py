@@ -5,7 +5,7 @@ A rich progress bar on a terminal, plain lines elsewhere.
 
 from __future__ import annotations
 
-import time
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -18,8 +18,7 @@ from rich.table import Table
 
 from jaxmeg.arch import num_params
 from jaxmeg.config import Axis
-from jaxmeg.flops import mfu
-from jaxmeg.layout import layout_rows
+from jaxmeg.layout import is_leaf_layout, layout_rows
 from jaxmeg.mesh import format_mesh
 from jaxmeg.optim.build import decay_mask
 from jaxmeg.pipeline.schedules import simulate
@@ -30,40 +29,51 @@ console = Console(highlight=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a run ended with. Losses in nats a token, in step order."""
+    """What a run ended with."""
 
     setup: Setup
     losses: list[float]
-    validation_loss: float | None
-    validation_tokens: int
-    sample: bytes
+    """Of the steps of this start, in order; nats a token."""
+    validation: tuple[float, float] | None
+    """(mean loss, tokens) of the last evaluation."""
+    sample: str | None
     folder: Path
     seconds: float
+    """Of all steps, without compiling, evaluation and saving."""
     compile_seconds: float
-    tokens_per_second: float
+    rates: dict[str, float]
+    """Mean tokens_per_s, samples_per_s and mfu, as far as they are defined."""
 
 
 def print_setup(setup: Setup) -> None:
     """The layout in a few lines, before anything is compiled."""
     r, config, device = setup.resolved, setup.config, setup.mesh.devices.flat[0]
-    line = console.print
-    line(f"devices     {setup.mesh.devices.size} x {device.device_kind}, jax {jax.__version__}", soft_wrap=True)
-    line(f"model       {config.model.preset}: {num_params(r.arch):,} parameters, {r.arch.num_layers} layers, vocabulary {r.arch.vocab_size}"
-         + (f" (padded to {r.padded_vocab} inside)" if r.padded_vocab != r.arch.vocab_size else ""), soft_wrap=True)
-    line(f"layout      {format_mesh(setup.layout.sizes)}, ZeRO {config.layout.zero}, remat {config.layout.remat}, compute {setup.compute}, "
-         f"attention {setup.model.options.kernel} ({setup.kernel_reason})", soft_wrap=True)
-    rows = f"{config.data.global_batch} rows of {config.data.seq_len} tokens = {r.num_microbatches} microbatches of {r.microbatch} rows"
-    line(f"batch       {rows} on each of {setup.data_ranks} data ranks", soft_wrap=True)
+    def line(text: str) -> None:
+        console.print(text, soft_wrap=True)
+    processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    line(f"devices     {setup.mesh.devices.size} x {device.device_kind}{processes}, jax {jax.__version__}")
+    where = f"{format_mesh(setup.layout.sizes)}, ZeRO {config.layout.zero}"
+    if setup.own:
+        size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(setup.layout.leaves, is_leaf=is_leaf_layout))
+        line(f"model       {setup.model.name} (a module of your own): {size:,} parameters")
+        line(f"layout      {where}")
+    else:
+        padded = f" (padded to {r.padded_vocab} inside)" if r.padded_vocab != r.arch.vocab_size else ""
+        line(f"model       {config.model.preset}: {num_params(r.arch):,} parameters, {r.arch.num_layers} layers, "
+             f"vocabulary {r.arch.vocab_size}{padded}")
+        line(f"layout      {where}, remat {config.layout.remat}, compute {setup.compute}, "
+             f"attention {setup.model.options.kernel} ({setup.kernel_reason})")
+    rows = f"{config.data.global_batch} rows" + ("" if setup.own else f" of {config.data.seq_len} tokens")
+    line(f"batch       {rows} = {r.num_microbatches} microbatches of {r.microbatch} rows on each of {setup.data_ranks} data ranks")
     if r.schedule:
         replay = simulate(setup.table)
-        line(f"pipeline    {r.schedule}, {r.mesh[Axis.PP]} stages x {r.chunks} chunks; bubble {percent(r.bubble)} of the time; "
-             f"at most {replay.peak_live} live (chunk, microbatch) pairs a stage", soft_wrap=True)
+        line(f"pipeline    {r.schedule}, {r.mesh[Axis.PP]} stages x {r.chunks} chunks; bubble {percent(replay.bubble_fraction)} of the "
+             f"time; at most {replay.peak_live} live (chunk, microbatch) pairs a stage")
         if len(set(r.layer_split)) > 1:
-            line(f"            uneven: {r.layer_split} layers in model order", soft_wrap=True)
-    decayed = sum(jax.tree.leaves(decay_mask(setup.model.dims)))
-    total = len(jax.tree.leaves(decay_mask(setup.model.dims)))
+            line(f"            uneven: {r.layer_split} layers in model order")
+    decays = jax.tree.leaves(decay_mask(setup.model.dims))
     line(f"optimizer   {config.optim.name}, peak lr {config.optim.lr:g} after {config.optim.warmup} updates, then {config.optim.schedule}; "
-         f"decay {config.optim.weight_decay:g} on {decayed} of {total} leaves (--show_layout lists them)", soft_wrap=True)
+         f"decay {config.optim.weight_decay:g} on {sum(decays)} of {len(decays)} leaves (--show_layout lists them)")
 
 
 def percent(share: Fraction | float) -> str:
@@ -86,18 +96,19 @@ def print_layout(setup: Setup) -> None:
 
 
 class Progress:
-    """Step, loss, gradient norm, learning rate, tokens/s and time left."""
+    """Step, loss, gradient norm, learning rate, speed and time left."""
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: Setup, first: int = 0):
+        """first: updates done before this start."""
         config = setup.config
         self.steps, self.every = config.train.steps, config.train.log_every
-        self.tokens_per_step = config.data.global_batch * config.data.seq_len
+        self.unit, self.per_step = ("rows", config.data.global_batch) if setup.own else (
+            "tokens", config.data.global_batch * config.data.seq_len)
         self.bar = bars.Progress(
             bars.TextColumn("step {task.completed}/{task.total}"), bars.BarColumn(bar_width=20), bars.TextColumn("{task.fields[text]}"),
             bars.TimeRemainingColumn(), console=console) if console.is_terminal else None
-        self.task = self.bar.add_task("train", total=self.steps, text="compiled, first step") if self.bar else None
-        self.last = (time.perf_counter(), 0)
-        self.rate = 0.0
+        self.task = self.bar.add_task("train", total=self.steps, completed=first, text="compiling") if self.bar else None
+        self.seconds, self.count, self.rate = 0.0, 0, 0.0
 
     def __enter__(self) -> Progress:
         if self.bar:
@@ -109,35 +120,37 @@ class Progress:
             self.bar.stop()
 
     def step(self, record: dict[str, Any]) -> None:
-        n, (at, before) = record["step"], self.last
-        now = time.perf_counter()
-        if now - at > 1 or n == 1 or n == self.steps or n % self.every == 0:
-            self.rate, self.last = (n - before) * self.tokens_per_step / max(now - at, 1e-9), (now, n)
-        text = f"loss {record['loss']:.4f}  grad {record['grad_norm']:.3f}  lr {record['lr']:.2e}  {self.rate:,.0f} tokens/s"
+        n = record["step"]
+        self.seconds, self.count = self.seconds + record["step_s"] + record["data_wait_s"], self.count + 1
+        if self.seconds > 1 or not self.rate or n == self.steps or n % self.every == 0:
+            self.rate, self.seconds, self.count = self.count * self.per_step / max(self.seconds, 1e-9), 0.0, 0
+        text = (f"loss {record['loss']:.4f}  grad {record['grad_norm']:.3f}  lr {record['lr']:.2e}  {self.rate:,.0f} {self.unit}/s"
+                + (f"  MFU {percent(record['mfu'])}" if "mfu" in record else ""))
         if self.bar and self.task is not None:
             self.bar.update(self.task, completed=n, text=text)
         elif n == 1 or n % self.every == 0 or n == self.steps:
-            left = (self.steps - n) * self.tokens_per_step / max(self.rate, 1e-9)
+            left = (self.steps - n) * self.per_step / max(self.rate, 1e-9)
             console.print(f"step {n:>5}/{self.steps}  {text}  {left:.0f} s left", soft_wrap=True)
 
-    def validation(self, step: int, loss: float, tokens: int) -> None:
-        console.print(f"step {step:>5}/{self.steps}  validation loss {loss:.4f} nats a token over {tokens:,} tokens", soft_wrap=True)
+    def validation(self, step: int, loss: float, count: float) -> None:
+        unit = "" if self.unit == "rows" else " nats a token"
+        console.print(f"step {step:>5}/{self.steps}  validation loss {loss:.4f}{unit} over {count:,.0f} {self.unit}", soft_wrap=True)
 
 
-def print_sample(prompt: str, text: bytes) -> None:
+def print_sample(prompt: str, text: str) -> None:
     console.rule("sample")
-    console.print(prompt + text.decode("utf-8", errors="replace"), markup=False)
+    console.print(prompt + text, markup=False)
     console.rule()
 
 
-def print_summary(result: Result, mesh: str, peak: float | None) -> None:
-    setup = result.setup
+def print_summary(result: Result) -> None:
+    setup, rates = result.setup, result.rates
     config = setup.config
-    console.print(f"trained     {config.model.preset} for {config.train.steps} updates on {mesh}, ZeRO {config.layout.zero}"
-                  + (f", {setup.resolved.schedule}" if setup.resolved.schedule else "") + f": {result.seconds:.0f} s, "
-                  f"{result.tokens_per_second:,.0f} tokens/s (compile {result.compile_seconds:.0f} s)", soft_wrap=True)
-    if peak is not None:
-        share = mfu(setup.resolved.arch, config.data.seq_len, result.tokens_per_second, setup.mesh.devices.size, peak)
-        console.print(f"MFU         {percent(share)} of {peak:g} TFLOP/s a device", soft_wrap=True)
-    loss = "no validation rows" if result.validation_loss is None else f"validation loss {result.validation_loss:.4f} nats a token"
-    console.print(f"result      {loss}; weights, config and metrics in {result.folder}", soft_wrap=True)
+    speed = f"{rates['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in rates else f"{rates['samples_per_s']:,.1f} rows/s"
+    speed += f", MFU {percent(rates['mfu'])}" if "mfu" in rates else ""
+    schedule = f", {setup.resolved.schedule}" if setup.resolved.schedule else ""
+    console.print(f"trained     {setup.model.name if setup.own else config.model.preset} for {len(result.losses)} updates on "
+                  f"{format_mesh(setup.layout.sizes)}, ZeRO {config.layout.zero}{schedule}: {result.seconds:.0f} s, {speed} "
+                  f"(compile {result.compile_seconds:.0f} s)", soft_wrap=True)
+    loss = "no validation rows" if result.validation is None else f"validation loss {result.validation[0]:.4f}"
+    console.print(f"result      {loss}; checkpoints, config and metrics in {result.folder}", soft_wrap=True)

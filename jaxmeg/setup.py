@@ -23,7 +23,9 @@ from jaxmeg.models.layers import Options
 from jaxmeg.models.own import RULES, OwnModel
 from jaxmeg.ops.attention import choose_kernel
 from jaxmeg.optim.build import learning_rate, make_optimizer
+from jaxmeg.pipeline.notation import UserSchedule
 from jaxmeg.pipeline.schedules import Placement, Table, make_table, place_layers
+from jaxmeg.pipeline.user import user_table
 from jaxmeg.precision import DTYPES, compute_dtype
 
 
@@ -51,6 +53,11 @@ class Setup:
     def own(self) -> bool:
         """Whether the model is a module of the user's."""
         return isinstance(self.model, OwnModel)
+
+    @property
+    def user_schedule(self) -> UserSchedule | None:
+        """The schedule of the training step, if it is the user's."""
+        return self.resolved.user_schedule
 
     @property
     def layer_of_row(self) -> np.ndarray:
@@ -92,7 +99,8 @@ def build(config: Config, devices: Sequence[Any], platform: str | None = None, o
     layout = make_layout(mesh, rules, config.layout.zero, parameter_shapes(model, placement.num_rows), dims)
     return Setup(
         config=config, resolved=resolved, mesh=mesh, model=model, layout=layout, placement=placement,
-        table=make_table(resolved.schedule or "1f1b", resolved.mesh[Axis.PP], resolved.chunks, resolved.num_microbatches),
+        table=user_table(resolved.user_schedule)[0] if resolved.user_schedule else make_table(
+            resolved.schedule or "1f1b", resolved.mesh[Axis.PP], resolved.chunks, resolved.num_microbatches),
         optimizer=make_optimizer(config.optim, config.train.steps, dims),
         learning_rate=learning_rate(config.optim, config.train.steps),
         compute=compute, kernel_reason=reason)

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmeg.layout import is_leaf_layout
+from jaxmeg.layout import LeafLayout
+from jaxmeg.optim.moments import moment_layouts
 from jaxmeg.precision import LossScale, init_loss_scale
 from jaxmeg.setup import Setup
 
@@ -34,7 +34,10 @@ class TrainState(NamedTuple):
 
 
 def _fresh(setup: Setup, key: jax.Array) -> TrainState:
-    params = setup.model.init(key, jnp.asarray(setup.layer_of_row.reshape(-1), jnp.int32))
+    return _around(setup, setup.model.init(key, jnp.asarray(setup.layer_of_row.reshape(-1), jnp.int32)))
+
+
+def _around(setup: Setup, params: Any) -> TrainState:
     scale = init_loss_scale(setup.compute, setup.config.precision.loss_scale_init)
     zero = jnp.int32(0)
     return TrainState(zero, zero, zero, params, setup.optimizer.init(params), scale)
@@ -46,15 +49,23 @@ def abstract_state(setup: Setup) -> TrainState:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, state_shardings(setup))
 
 
+def moments(setup: Setup) -> Any:
+    """A tree like `opt_state` with a LeafLayout for every moment and None for the rest, see `optim.moments`."""
+    shapes = setup.layout.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32))
+    return moment_layouts(setup.optimizer, shapes, setup.layout)
+
+
 def state_shardings(setup: Setup) -> TrainState:
     """Parameters by the layout, moments like their parameters, counters on every device."""
     everywhere = NamedSharding(setup.mesh, PartitionSpec())
     shapes = jax.eval_shape(lambda key: _fresh(setup, key), jax.random.key(0))
-    moments = optax.tree.map_params(
-        setup.optimizer, lambda _, sharding: sharding, shapes.opt_state, setup.layout.shardings,
-        transform_non_params=lambda _: everywhere)
     counters: TrainState = jax.tree.map(lambda _: everywhere, shapes)
-    return counters._replace(params=setup.layout.shardings, opt_state=moments)
+    placed = jax.tree.map(lambda _, leaf: _sharding(setup, leaf), shapes.opt_state, moments(setup))
+    return counters._replace(params=setup.layout.shardings, opt_state=placed)
+
+
+def _sharding(setup: Setup, leaf: LeafLayout | None) -> NamedSharding:
+    return NamedSharding(setup.mesh, PartitionSpec() if leaf is None else leaf.spec())
 
 
 def init_state(setup: Setup, seed: int) -> TrainState:
@@ -62,28 +73,44 @@ def init_state(setup: Setup, seed: int) -> TrainState:
     return jax.jit(lambda key: _fresh(setup, key), out_shardings=state_shardings(setup))(jax.random.key(seed))
 
 
-def canonical(setup: Setup, params: Any) -> Any:
-    """A parameter-shaped tree (parameters, gradients, a moment) as host arrays: layers in model order, no padding."""
-    rows = np.asarray(setup.placement.rows)
+def fresh_state(setup: Setup, params: Any) -> TrainState:
+    """Fresh state around given parameters, which are copied; memory order, in the layout's shardings."""
+    return jax.jit(lambda params: _around(setup, params), out_shardings=state_shardings(setup))(params)
 
-    def one(leaf: Any, x: jax.Array) -> np.ndarray:
+
+def canonical(setup: Setup, tree: Any, leaves: Any = None) -> Any:
+    """Any part of the state as host arrays: layers in model order, no padding.
+
+    leaves: tree like `tree` with each leaf's LeafLayout or None; by default the parameters' (for gradients too), and
+    `moments(setup)` for `opt_state`.
+    """
+    def one(x: jax.Array, leaf: LeafLayout | None) -> np.ndarray:
         host = np.asarray(x)
-        if leaf.dims[0] == "layers":
-            host = host[rows]
-        return host[: setup.model.arch.vocab_size] if leaf.dims[0] == "vocab" else host
+        real = _real_rows(setup, leaf)
+        return host if real is None else host[real]
 
-    return jax.tree.map(one, setup.layout.leaves, params, is_leaf=is_leaf_layout)
+    return jax.tree.map(one, tree, setup.layout.leaves if leaves is None else leaves)
 
 
-def from_canonical(setup: Setup, tree: Any) -> Any:
+def from_canonical(setup: Setup, tree: Any, leaves: Any = None) -> Any:
     """The inverse of `canonical`: host arrays placed in the layout's shardings, padding filled with zeros."""
-    rows = np.asarray(setup.placement.rows)
-
-    def one(leaf: Any, host: np.ndarray, sharding: NamedSharding) -> jax.Array:
-        if leaf.dims[0] in ("layers", "vocab"):
+    def one(host: np.ndarray, leaf: LeafLayout | None) -> jax.Array:
+        real = _real_rows(setup, leaf)
+        if leaf is not None and real is not None:
             memory = np.zeros(leaf.shape, host.dtype)
-            memory[rows if leaf.dims[0] == "layers" else slice(len(host))] = host
+            memory[real] = host
             host = memory
-        return jax.device_put(host, sharding)
+        return jax.device_put(host, _sharding(setup, leaf))
 
-    return jax.tree.map(one, setup.layout.leaves, tree, setup.layout.shardings, is_leaf=is_leaf_layout)
+    return jax.tree.map(one, tree, setup.layout.leaves if leaves is None else leaves)
+
+
+def _real_rows(setup: Setup, leaf: LeafLayout | None) -> Any:
+    """Where the first dim in memory holds the canonical rows; None for a leaf without padding or order."""
+    match leaf.dims[:1] if leaf else ():
+        case ("layers",):
+            return np.asarray(setup.placement.rows)
+        case ("vocab",):
+            return slice(setup.resolved.arch.vocab_size)
+        case _:
+            return None

@@ -105,8 +105,8 @@ def _compute_weights(setup: Setup, params: Any) -> Any:
     return layout.gather(layout.map(cast, parallel.vary(params)), layout.leaves, "step")
 
 
-def _work(setup: Setup, params: Any, rows: Rows, weights: jax.Array, key: jax.Array | None) -> Work:
-    """One rank's work on its rows. key: raw key data for dropout; None leaves dropout out."""
+def work_of(setup: Setup, params: Any, rows: Rows, weights: jax.Array, key: jax.Array | None) -> Work:
+    """One rank's work on its rows, inside `on_mesh`. key: raw key data for dropout; None leaves dropout out."""
     num_microbatches, num_rows = rows.inputs.shape[:2]  # of this rank
     first = parallel.rank(DATA_AXES) * num_rows
     per_microbatch = num_rows * math.prod(jax.lax.axis_size(axis) for axis in DATA_AXES)
@@ -122,12 +122,13 @@ def _grads_body(setup: Setup, params: Any, rows: Rows, key: jax.Array, scale: ja
     """(mean loss, gradients in the layout's specs, trained tokens) of this rank's rows."""
     tokens = jax.lax.psum(jnp.sum(rows.mask.astype(jnp.float32)), DATA_AXES)
     weights = rows.mask.astype(jnp.float32) * (scale / jnp.maximum(tokens, 1.0))
-    loss, grads = loss_and_grads(_work(setup, params, rows, weights, key), setup.table)
+    loss, grads = loss_and_grads(work_of(setup, params, rows, weights, key), setup.table)
     grads = setup.layout.reduce(setup.layout.scatter(grads, setup.layout.leaves, "step", jnp.float32))
     return jax.lax.psum(loss, AXES) / scale, jax.tree.map(lambda g: g / scale, grads), tokens
 
 
-def _shard_map(setup: Setup, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def on_mesh(setup: Setup, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`body` on every rank of the mesh, all axes manual."""
     def with_precision(*args: Any) -> Any:
         precision = setup.config.precision.matmul
         with jax.default_matmul_precision(None if precision == "default" else precision):
@@ -137,7 +138,7 @@ def _shard_map(setup: Setup, body: Callable[..., Any], in_specs: Any, out_specs:
 
 def loss_and_gradients(setup: Setup) -> Callable[..., Any]:
     """(params, rows, key data, loss scale) -> (loss, gradients, trained tokens), to be jitted by the caller."""
-    return _shard_map(setup, lambda *args: _grads_body(setup, *args),
+    return on_mesh(setup, lambda *args: _grads_body(setup, *args),
                       in_specs=(setup.layout.specs, ROWS, PartitionSpec(), PartitionSpec()),
                       out_specs=(PartitionSpec(), setup.layout.specs, PartitionSpec()))
 
@@ -189,7 +190,7 @@ def make_eval_step(setup: Setup, num_microbatches: int) -> Callable[[Any, Rows],
     table = setup.forward_table(num_microbatches)
 
     def run(params: Any, rows: Rows) -> tuple[jax.Array, jax.Array]:
-        work = _work(setup, params, rows, rows.mask.astype(jnp.float32), None)
+        work = work_of(setup, params, rows, rows.mask.astype(jnp.float32), None)
         head = work.model.head_params({name: work.whole(name) for name in ("head", "embed")})
 
         def read(y: jax.Array, m: jax.Array) -> jax.Array:
@@ -199,7 +200,7 @@ def make_eval_step(setup: Setup, num_microbatches: int) -> Callable[[Any, Rows],
         total = jax.lax.psum(jnp.sum(outputs(work, table, read)), AXES)
         return total, jax.lax.psum(jnp.sum(rows.mask.astype(jnp.float32)), DATA_AXES)
 
-    return jax.jit(_shard_map(setup, run, (setup.layout.specs, ROWS), (PartitionSpec(), PartitionSpec())))
+    return jax.jit(on_mesh(setup, run, (setup.layout.specs, ROWS), (PartitionSpec(), PartitionSpec())))
 
 
 def make_next_logits(setup: Setup) -> Callable[[Any, Rows, Any], jax.Array]:
@@ -207,11 +208,11 @@ def make_next_logits(setup: Setup) -> Callable[[Any, Rows, Any], jax.Array]:
     table = setup.forward_table(1)
 
     def run(params: Any, rows: Rows, position: jax.Array) -> jax.Array:
-        work = _work(setup, params, rows, rows.mask.astype(jnp.float32), None)
+        work = work_of(setup, params, rows, rows.mask.astype(jnp.float32), None)
         head = work.model.head_params({name: work.whole(name) for name in ("head", "embed")})
         z = outputs(work, table, lambda y, _: setup.model.next_token_logits(head, y, position))[0]
         same = tuple(axis for axis in AXES if axis not in DATA_AXES)
         return jax.lax.pmax(z, same)  # equal on these ranks; the maximum tells the compiler so
 
     specs = (setup.layout.specs, ROWS, PartitionSpec())
-    return jax.jit(_shard_map(setup, run, specs, PartitionSpec(DATA_AXES)))
+    return jax.jit(on_mesh(setup, run, specs, PartitionSpec(DATA_AXES)))

@@ -1,145 +1,199 @@
 """The training run: from a config to trained weights, read top to bottom.
 
-`scripts/train.py` -> `run(config)` -> `step.make_train_step(setup)`. Data formats, resume and the full run record are
-not here; the run folder gets the config, metrics.jsonl and the final weights.
+`scripts/train.py` -> `run(config)` -> `step.make_train_step(setup)`. What is trained on what is a `task.Task`; the loop here reads
+rows, dispatches steps, reads metrics one step late, evaluates, saves, and stops where it is told to.
 """
 
 from __future__ import annotations
 
-import json
-import sys
+import signal
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
-import yaml
 
+from jaxmeg.checkpoint import Checkpoints
+from jaxmeg.cli import ConfigError
 from jaxmeg.config import Config
-from jaxmeg.data.text import open_text, read_text
-from jaxmeg.evaluate import make_evaluate, sample
-from jaxmeg.hardware import peak_tflops
-from jaxmeg.mesh import format_mesh
-from jaxmeg.report import Progress, Result, print_layout, print_sample, print_setup, print_summary
-from jaxmeg.setup import Setup, build
-from jaxmeg.state import canonical, init_state
-from jaxmeg.step import Metrics, make_train_step, place_rows
+from jaxmeg.distributed import from_first_process
+from jaxmeg.engine import import_object
+from jaxmeg.journal import Journal, RunError
+from jaxmeg.pipeline.check import check_schedule
+from jaxmeg.record.cache import outcome, set_up_cache
+from jaxmeg.record.compiles import Watch
+from jaxmeg.record.folder import new_folder, reopen_folder
+from jaxmeg.record.late import Late
+from jaxmeg.record.log import Log
+from jaxmeg.record.memory import describe, memory_lines
+from jaxmeg.record.profile import Profile, compiler_options
+from jaxmeg.record.speed import speed_of
+from jaxmeg.report import Progress, Result, console, print_layout, print_sample, print_setup, print_summary
+from jaxmeg.restore import restore, restore_weights
+from jaxmeg.setup import Setup
+from jaxmeg.state import TrainState, fresh_state
+from jaxmeg.step import Metrics
+from jaxmeg.stop import StopSignal
+from jaxmeg.task import Task, own_task, text_task
 
 
-class RunError(RuntimeError):
-    """The run cannot go on; the message says at which step, why, and what to change."""
+class Stopped(RunError):
+    """The run was told to stop, and has saved its state; the message says how to go on."""
+
+    def __init__(self, by: str, step: int, steps: int, folder: Path):
+        super().__init__(f"stopped by {by} after update {step} of {steps}, with a checkpoint: go on with --resume {folder}")
+        self.code = 128 + getattr(signal, by, signal.SIGTERM)
+        """Exit code of the process, as a shell reports a signal."""
 
 
-def run(config: Config, devices: list[Any] | None = None) -> Result | None:
+def run(config: Config, devices: list[Any] | None = None, *, module: Any = None, loss: Any = None, data: Any = None) -> Result | None:
     """Train as the config says, on the given devices or all that jax sees; None if only the layout was to be shown.
 
-    Raises RunError, and DataError for a text that is too short.
+    module, loss, data: train a module of one's own, as in `engine.initialize`, on a source of rows; each an object, or an
+    import path in the config (model.module, model.loss, data.source).
+    Raises RunError, and ConfigError, DataError, OwnModuleError, CheckpointError for what the user can put right.
     """
     devices = jax.devices() if devices is None else devices
-    setup = build(config, devices)
+    console.quiet = jax.process_index() != 0
+    cache = set_up_cache(config.record.compile_cache, devices[0].platform)
+    task = _make_task(config, devices, module, loss, data)
+    setup = task.setup
     print_setup(setup)
     if config.show_layout:
         print_layout(setup)
         return None
+    if cache:
+        console.print(cache, soft_wrap=True)
+    if setup.user_schedule:
+        check_schedule(setup)
+    task.print_data(console)
+    with Watch() as watch:
+        return _run(task, watch)
 
-    tokens, name = read_text(config.data.text)
-    data = open_text(tokens, config.data.seq_len, config.data.validation_fraction, config.train.seed, config.data.global_batch)
-    print(f"data        {name}: {len(tokens):,} bytes, {data.num_training:,} training and {data.num_validation:,} validation "
-          f"rows of {data.seq_len}, {data.num_training / config.data.global_batch:.0f} updates an epoch")
-    folder = _new_folder(Path(config.train.out))
-    (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
 
-    started = time.perf_counter()
-    state = init_state(setup, config.train.seed)
-    step = make_train_step(setup)
-    evaluate = make_evaluate(setup)
-    M = setup.resolved.num_microbatches
+def _make_task(config: Config, devices: list[Any], module: Any, loss: Any, data: Any) -> Task:
+    model = config.model
+    module = import_object(model.module, "model.module") if module is None and model.module else module
+    if module is None:
+        return text_task(config, devices)
+    loss = import_object(model.loss, "model.loss") if loss is None and model.loss else loss
+    data = import_object(config.data.source, "data.source") if data is None and config.data.source else data
+    missing = [f"{key} is missing: give package.module:name of {what}"
+               for value, key, what in ((loss, "model.loss", "the loss of your module"), (data, "data.source", "rows for your module"))
+               if value is None]
+    if missing:
+        raise ConfigError(missing)
+    return own_task(config, devices, module, loss, data)
 
-    def rows(update: int) -> Any:
-        batch = data.batch(update, config.data.global_batch)
-        return place_rows(setup, batch.inputs, batch.labels, batch.mask, M)
 
-    compiled = step.lower(state, rows(0)).compile()
-    compile_seconds = time.perf_counter() - started
+def _run(task: Task, watch: Watch) -> Result:
+    setup, config = task.setup, task.setup.config
+    state, consumed = _first_state(task)
+    first, steps = int(state.step), config.train.steps
+    folder = _folder(setup)
+    extra = {"tokenizer": task.tokenizer.fingerprint if task.tokenizer else None, "data": task.data}
+    batches = task.read(first, consumed)
+    with (closing(batches), StopSignal() as stop, Progress(setup, first) as progress,
+          Log(folder, tensorboard=config.record.tensorboard, resume_step=first or None, enabled=jax.process_index() == 0) as log,
+          Checkpoints(setup, folder, config.checkpoint, extra) as checkpoints):
+        n, rows = _next(batches, task)
+        compiled, compile_seconds = _compile(task, state, rows, watch)
+        journal, late = Journal(setup, log, progress, watch), Late[Metrics]()
 
-    losses: list[float] = []
-    validation: tuple[float, int] | None = None
-    loop_started, evaluating = time.perf_counter(), 0.0
-    with Progress(setup) as progress, (folder / "metrics.jsonl").open("w") as log:
-        for n in range(config.train.steps):
-            state, metrics = compiled(state, rows(n))
-            record = _read(setup, n, metrics)
-            losses.append(record["loss"])
-            log.write(json.dumps(record) + "\n")
-            progress.step(record)
-            _check_skips(setup, n, metrics, int(state.skipped))
-            last = n + 1 == config.train.steps
-            if data.num_validation and (last or (config.train.eval_every and (n + 1) % config.train.eval_every == 0)):
-                at = time.perf_counter()
-                validation = evaluate(state.params, data.validation(config.train.eval_rows))
-                evaluating += time.perf_counter() - at
-                log.write(json.dumps({"step": n + 1, "validation_loss": validation[0], "validation_tokens": validation[1]}) + "\n")
-                progress.validation(n + 1, *validation)
-    seconds = time.perf_counter() - loop_started - evaluating
+        def settle() -> None:
+            journal.steps(late.flush())
 
-    text = b""
-    if config.train.sample_tokens:
-        prompt = config.train.sample_prompt.encode()
-        text = bytes(min(t, 255) for t in sample(setup, state.params, prompt, config.train.sample_tokens, 0.8, config.train.seed))
+        with Profile(config.record.profile, folder, late) as profile:
+            while True:
+                with profile.update(n + 1, settle):
+                    state, metrics = compiled(state, rows)
+                    journal.steps(late.push(n + 1, metrics))
+                consumed += config.data.global_batch
+                last, validation_loss = n + 1 == steps, None
+                told = stop.requested() or n + 1 == config.train.stop_after
+                journal.committed(checkpoints.check())
+                if task.evaluate and (last or _due(n + 1, config.train.eval_every)):
+                    settle()
+                    with late.apart("evaluate"), journal.first("evaluate"):
+                        validation_loss, count = task.evaluate(state.params)
+                    journal.validated(n + 1, validation_loss, count)
+                if last or told or _due(n + 1, config.checkpoint.every):
+                    settle()
+                    if last or told or journal.applied:
+                        with late.apart("save"), journal.first("save"):
+                            checkpoints.save(state, n + 1, consumed, validation_loss)
+                if last or told:
+                    break
+                with late.apart("data_wait"):
+                    n, rows = _next(batches, task)
+        text = task.sample(state.params) if last else None
+        checkpoints.wait()
+        journal.committed(checkpoints.check())
+    if profile.updates:
+        console.print(f"trace       {profile.where()}", soft_wrap=True)
+    if not last and n + 1 != config.train.stop_after:
+        raise Stopped(stop.name, n + 1, steps, folder)
+    if text is not None:
         print_sample(config.train.sample_prompt, text)
-    _save_weights(setup, state.params, folder / "weights")
     result = Result(
-        setup=setup, losses=losses, validation_loss=validation[0] if validation else None,
-        validation_tokens=validation[1] if validation else 0, sample=text, folder=folder, seconds=seconds,
-        compile_seconds=compile_seconds,
-        tokens_per_second=config.train.steps * config.data.global_batch * config.data.seq_len / seconds)
-    print_summary(result, format_mesh(setup.layout.sizes), peak_tflops(devices[0].device_kind))
+        setup=setup, losses=journal.losses, validation=journal.validation, sample=text, folder=folder, seconds=journal.seconds,
+        compile_seconds=compile_seconds, rates=journal.speed.rates(journal.seconds / len(journal.losses)))
+    print_summary(result)
+    if not last:
+        console.print(f"stopped     after update {n + 1} of {steps}: go on with --resume {folder}", soft_wrap=True)
     return result
 
 
-def _read(setup: Setup, n: int, metrics: Metrics) -> dict[str, Any]:
-    return {
-        "step": n + 1, "loss": float(metrics.loss), "grad_norm": float(metrics.grad_norm),
-        "lr": float(metrics.learning_rate), "tokens": int(metrics.tokens), "applied": bool(metrics.finite),
-        "loss_scale": float(metrics.loss_scale),
-    }
+def _next(batches: Iterator[tuple[int, Any]], task: Task) -> tuple[int, Any]:
+    n, host = next(batches)
+    return n, task.place(host)
 
 
-def _check_skips(setup: Setup, n: int, metrics: Metrics, skipped: int) -> None:
-    """Say which leaf made an update be skipped, and stop after too many in a row.
-
-    fp16 starts with a large loss scale on purpose: there skips only count once the scale has fallen to 1.
-    """
-    if bool(metrics.finite):
-        return
-    paths = [leaf.path for leaf in jax.tree.leaves(setup.layout.leaves, is_leaf=lambda x: hasattr(x, "path"))]
-    bad = np.flatnonzero(~np.asarray(metrics.leaf_finite))
-    where = f"the first of {len(bad)} gradient leaves that are not finite is {paths[bad[0]]}" if len(bad) else "the loss is not finite"
-    scale = float(metrics.loss_scale)
-    print(f"step {n + 1}: update skipped, {where}" + (f"; loss scale {scale:g} halves" if setup.compute == "fp16" else ""),
-          file=sys.stderr)
-    limit = setup.config.optim.max_skipped_updates
-    if skipped >= limit and (setup.compute != "fp16" or scale <= 1):
-        raise RunError(f"stopped at step {n + 1}: {skipped} updates in a row were skipped (optim.max_skipped_updates={limit}); {where}: "
-                       "lower optim.lr, lengthen optim.warmup, or look at the data of these steps")
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
-def _new_folder(wanted: Path) -> Path:
-    """The folder, or the next free NAME-2, NAME-3, ... if it holds an earlier run: nothing is overwritten."""
-    folder, count = wanted, 1
-    while (folder / "config.yaml").exists():
-        count += 1
-        folder = wanted.with_name(f"{wanted.name}-{count}")
-    if count > 1:
-        print(f"run folder  {wanted} holds an earlier run: this one goes to {folder}")
-    folder.mkdir(parents=True, exist_ok=True)
+def _first_state(task: Task) -> tuple[TrainState, int]:
+    """(state, rows of the data it has consumed): fresh, with weights of another run, or a checkpoint's."""
+    setup, checkpoint = task.setup, task.setup.config.checkpoint
+    if checkpoint.resume:
+        state, manifest = restore(setup, Path(checkpoint.resume))
+        console.print(f"resumed     {checkpoint.resume} after update {manifest.step}, {manifest.rows:,} rows of the data read",
+                      soft_wrap=True)
+        return state, manifest.rows
+    if checkpoint.init_from:
+        params = restore_weights(setup, Path(checkpoint.init_from))
+        console.print(f"weights     from {checkpoint.init_from}", soft_wrap=True)
+        return fresh_state(setup, params), 0
+    return task.init(), 0
+
+
+def _folder(setup: Setup) -> Path:
+    """The run folder, made or reopened by process 0; the others are told its name."""
+    config = setup.config
+    wanted = Path(config.checkpoint.resume or config.train.out)
+    if config.checkpoint.resume:
+        if jax.process_index() == 0:
+            reopen_folder(wanted, setup)
+        return wanted
+    folder = Path(from_first_process(str(new_folder(wanted, setup)) if jax.process_index() == 0 else ""))
+    if folder != wanted:
+        console.print(f"run folder  {wanted} holds an earlier run: this one goes to {folder}", soft_wrap=True)
     return folder
 
 
-def _save_weights(setup: Setup, params: Any, folder: Path) -> None:
-    """Canonical weights, fp32: the same tree whatever the layout."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder.resolve(), canonical(setup, params))
+def _compile(task: Task, state: TrainState, rows: Any, watch: Watch) -> tuple[Any, float]:
+    started = time.perf_counter()
+    watch.new()
+    options = compiler_options(task.setup.config.record.profile, task.setup.mesh.devices.flat[0].platform)
+    compiled = task.step.lower(state, rows).compile(compiler_options=options)
+    seconds = time.perf_counter() - started
+    program = next((found for found in watch.new() if found.name == "step"), None)
+    cached = f", {outcome(program)}" if program and program.from_cache else ""
+    console.print(f"compiled    in {seconds:.1f} s{cached}", soft_wrap=True)
+    lines = memory_lines(task.setup, rows, compiled)
+    console.print(f"memory      {describe(lines, list(task.setup.mesh.devices.flat))}", soft_wrap=True)
+    console.print(f"speed       {speed_of(task.setup).formula()}", soft_wrap=True)
+    return compiled, seconds

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from jaxmeg import mesh_rules, module_rules, value_rules
+from jaxmeg import mesh_rules, module_rules, run_rules, value_rules
 from jaxmeg.arch import PRESETS, Arch, resolve_arch
 from jaxmeg.config import AXES, Axis, Config, Resolved, resolve
 from jaxmeg.rules import DEFAULT_RULES, read_rules
@@ -26,6 +26,7 @@ def problems(config: Config, num_devices: int) -> list[str]:
         *value_rules.schedule_lengths(config),
         *value_rules.files(config),
         *value_rules.without_effect(config),
+        *run_rules.problems(config),
         *mesh_rules.not_built(config.mesh),
     ]
     if arch is not None and _can_divide(config, arch):

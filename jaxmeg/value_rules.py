@@ -14,6 +14,8 @@ from jaxmeg import arch as shapes
 from jaxmeg import config as options
 from jaxmeg.arch import Arch
 from jaxmeg.config import Config, OptimConfig, PrecisionConfig
+from jaxmeg.pipeline.user import is_schedule_file, schedule_problems
+from jaxmeg.record.window import window_problem
 from jaxmeg.rules import read_rules
 from jaxmeg.wording import any_of, unknown_choice
 
@@ -85,6 +87,7 @@ RANGES: dict[str, Range] = {
     "data.max_rows": _at_least(1),
     "data.prefetch": _at_least(1),
     "train.steps": _at_least(1),
+    "train.stop_after": _at_least(1),
     "train.seed": _at_least(0),
     "train.dropout": _FRACTION,
     "train.eval_every": _at_least(0),
@@ -117,10 +120,14 @@ def ranges(config: Config) -> Iterator[str]:
 
 
 def choices(config: Config) -> Iterator[str]:
-    """Names that are none of a fixed set."""
+    """Names that are none of a fixed set, and everything wrong with a file that stands for one."""
     for key, names in CHOICES.items():
         value = value_of(config, key)
-        if value is not None and value not in names:
+        if key == "pipeline.schedule" and is_schedule_file(value):
+            yield from (f"{key}={value}: {problem}" for problem in schedule_problems(str(value)))
+        elif key == "pipeline.schedule" and value is not None and value not in names:
+            yield unknown_choice(key, value, (*names, "a .csv or .txt file"))
+        elif value is not None and value not in names:
             yield unknown_choice(key, value, names)
 
 
@@ -148,7 +155,7 @@ def model(config: Config, arch: Arch | None) -> Iterator[str]:
 
 
 def schedule_lengths(config: Config) -> Iterator[str]:
-    """Warm-up and decay fit into the run."""
+    """Warm-up, decay and the updates to profile fit into the run."""
     optim, steps = config.optim, config.train.steps
     if optim.warmup > steps >= 1 and optim.warmup != OptimConfig.warmup:  # a short run need not name the default
         yield f"optim.warmup={optim.warmup} is more than train.steps={steps}: use warmup {steps} or less, or more steps"
@@ -163,6 +170,8 @@ def schedule_lengths(config: Config) -> Iterator[str]:
             f"optim.wsd_decay={optim.wsd_decay} of train.steps={steps} starts inside optim.warmup={optim.warmup}: "
             f"use wsd_decay {most:.3g} or less"
         )
+    if config.record.profile is not None and (problem := window_problem(config.record.profile, steps)):
+        yield problem
 
 
 def files(config: Config) -> Iterator[str]:
@@ -199,10 +208,12 @@ _USED: dict[str, tuple[Callable[[Config], bool], str, str]] = {
         "optim.schedule",
         "use schedule cosine, linear or wsd",
     ),
-    "optim.beta1": (lambda c: c.optim.name == "adamw", "optim.name", "use name adamw"),
-    "optim.beta2": (lambda c: c.optim.name == "adamw", "optim.name", "use name adamw"),
-    "optim.eps": (lambda c: c.optim.name == "adamw", "optim.name", "use name adamw"),
-    "optim.momentum": (lambda c: c.optim.name == "sgd", "optim.name", "use name sgd"),
+    "optim.beta1": (lambda c: c.optim.name in ("adamw", "lion", "muon"), "optim.name", "use name adamw, lion or muon"),
+    "optim.beta2": (lambda c: c.optim.name in ("adamw", "lion", "muon"), "optim.name", "use name adamw, lion or muon"),
+    "optim.eps": (lambda c: c.optim.name in ("adamw", "muon"), "optim.name", "use name adamw or muon"),
+    "optim.momentum": (lambda c: c.optim.name in ("sgd", "muon"), "optim.name", "use name sgd or muon"),
+    "optim.factored_dim": (lambda c: c.optim.name == "adafactor", "optim.name", "use name adafactor"),
+    "optim.newton_schulz_steps": (lambda c: c.optim.name == "muon", "optim.name", "use name muon"),
     "precision.reduce": (lambda c: c.layout.zero >= 2, "layout.zero", "use zero 2 or 3"),
     "precision.loss_scale_init": (
         lambda c: c.precision.compute in ("fp16", "auto"),

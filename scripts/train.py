@@ -3,7 +3,7 @@
 
 import sys
 
-from jaxmeg.cli import fail, parse, start
+from jaxmeg.cli import ConfigError, fail, parse, start
 
 
 def main(argv: list[str]) -> int:
@@ -12,21 +12,28 @@ def main(argv: list[str]) -> int:
 
     import jax  # from here on the number of devices is fixed
 
-    from jaxmeg.data.text import DataError
-    from jaxmeg.train import RunError, run
+    from jaxmeg.data.store import DataError
+    from jaxmeg.distributed import connect
+    from jaxmeg.manifest import CheckpointError
+    from jaxmeg.models.own import OwnModuleError
+    from jaxmeg.train import RunError, Stopped, run
 
+    connect(config.distributed)
     if len(jax.devices()) < count:
         fail([f"jax sees {len(jax.devices())} {jax.default_backend()} devices, but this machine has {count}: check the driver and jax's "
               "plugin with tpu_gpu_setup/check_devices.py, or run on the CPU with --emulate"])
     try:
         run(config)
-    except DataError as error:
-        fail([str(error)])
+    except (ConfigError, CheckpointError, DataError, OwnModuleError) as error:
+        fail(str(error).splitlines())
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return stopped.code
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted: no weights were saved", file=sys.stderr)
+        print("interrupted at once: the checkpoints so far are all there is", file=sys.stderr)
         return 130
     return 0
 

@@ -164,13 +164,48 @@ def test_every_range_refuses_a_value_below_it(key):
 
 @pytest.mark.parametrize("key", value_rules.CHOICES)
 def test_every_choice_refuses_another_word(key):
-    found = problems(make({key: "frobnicate"}), 1)
-    assert any(line.startswith(f"{key}=frobnicate is not a choice: use ") for line in found)
+    found = problems(make({key: "qqqqqq"}), 1)
+    assert any(line.startswith(f"{key}=qqqqqq is not a choice: use ") for line in found)
 
 
 def test_every_number_has_a_range():
-    numbers = {name for name, key in KEYS.items() if key.type not in (str, bool, str | None, bool | None)}
+    others = (str, bool, str | None, bool | None, str | dict[str, float] | None)
+    numbers = {name for name, key in KEYS.items() if key.type not in others}
     assert numbers == set(value_rules.RANGES)
+
+
+@pytest.mark.parametrize(("values", "message"), [
+    ({"data.long_documents": "drop"}, "data.long_documents=drop has no effect with data.packing=concat"),
+    ({"data.packing": "none", "data.separate": False}, "data.separate=False has no effect with data.packing=none"),
+    ({"data.validation": __file__, "data.validation_fraction": 0.2}, "data.validation_fraction=0.2 has no effect with data.validation="),
+    ({"data.source": "a:b"}, "data.source=a:b has no effect without model.module"),
+    ({"model.loss": "a:b"}, "model.loss=a:b has no effect without model.module"),
+    ({"train.steps": 10, "train.stop_after": 10}, "train.stop_after=10 has no effect with train.steps=10"),
+    ({"checkpoint.resume": "a", "checkpoint.init_from": "b"}, "checkpoint.init_from=b has no effect with checkpoint.resume=a"),
+    ({"checkpoint.allow_changes": True}, "checkpoint.allow_changes=True has no effect without checkpoint.resume"),
+    ({"checkpoint.keep_best": 1, "checkpoint.every": 50}, "checkpoint.keep_best=1 needs every saved step evaluated"),
+    ({"distributed.num_processes": 2}, "distributed.num_processes=2 needs distributed.coordinator and distributed.process_id too"),
+    ({"distributed.coordinator": "a:1", "distributed.num_processes": 2, "distributed.process_id": 2},
+     "distributed.process_id=2 is out of range: use 0 to 1"),
+    ({"distributed.coordinator": "a:1", "distributed.num_processes": 3, "distributed.process_id": 0, "emulate": 4},
+     "distributed.num_processes=3 does not divide emulate=4: use emulate 3"),
+    ({"data.tokenizer": "no.json"}, "data.tokenizer=no.json is not a file"),
+    ({"data.train": {__file__: -1.0}}, f"data.train: the weight -1.0 of {__file__} is out of range"),
+])  # fmt: skip
+def test_options_of_a_run_that_need_each_other(values, message):
+    assert any(line.startswith(message) for line in problems(make(values), 1)), problems(make(values), 1)
+
+
+@pytest.mark.parametrize(("values", "message"), [
+    ({"mesh.tp": 2}, "mesh.tp=2 does not work with a module of your own"),
+    ({"mesh.dp": 3}, "mesh dp=3 does not fit 8 devices"),
+    ({"data.global_batch": 12}, "mesh.dp=8 does not divide data.global_batch=12"),
+    ({"data.train": "x.txt"}, "data.train=x.txt has no effect on a module of your own"),
+    ({"optim.lr": 0.0}, "optim.lr=0.0 is out of range"),
+])  # fmt: skip
+def test_a_module_of_ones_own_has_rules_of_its_own(values, message):
+    assert problems(make({"model.module": "a:b"}), 8) == []
+    assert [line for line in problems(make({"model.module": "a:b"} | values), 8) if line.startswith(message)]
 
 
 def test_defaults_run_anywhere():
@@ -230,7 +265,7 @@ def test_a_dim_left_whole_need_not_divide(tmp_path):
 def test_axes_and_fields_are_written_once():
     assert [str(axis) for axis in AXES] == list(MESH_AXES)
     assert set(ALLOWED) == set(DEFAULT_RULES)
-    assert {field.name for field in fields(ModelConfig)} == {"preset", *(field.name for field in fields(Arch))}
+    assert {field.name for field in fields(ModelConfig)} == {"preset", "module", "loss", *(field.name for field in fields(Arch))}
 
 
 def test_sections_are_small_and_documented():

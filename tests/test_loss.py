@@ -6,6 +6,7 @@ layout here runs one small model, so each of the compiled programs serves severa
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import reference
 
 from jaxmeg import evaluate as evaluate_module
 from jaxmeg.config import Config, DataConfig, LayoutConfig, MeshConfig, ModelConfig, PipelineConfig, PrecisionConfig, TrainConfig
-from jaxmeg.data.text import Rows
+from jaxmeg.data.dataset import Rows
 from jaxmeg.evaluate import make_evaluate
 from jaxmeg.layout import is_leaf_layout
 from jaxmeg.setup import Setup, build
@@ -206,6 +207,12 @@ def evaluator(name: str) -> tuple[Setup, Any, Any]:
         return setup, make_evaluate(setup), steps[0]
 
 
+def in_batches(setup: Setup, rows: Rows) -> Iterator[Rows]:
+    """As the loop reads them: the last batch is short."""
+    size, count = setup.config.data.global_batch, len(rows.inputs)
+    return (rows.take(np.arange(first, min(first + size, count))) for first in range(0, count, size))
+
+
 @pytest.mark.parametrize("name", EVAL)
 def test_every_row_is_evaluated_once_whatever_the_batch(name: str) -> None:
     """10 rows: batches of 4 leave two over, a batch of 8 leaves two over, and nothing is compiled for them."""
@@ -213,7 +220,7 @@ def test_every_row_is_evaluated_once_whatever_the_batch(name: str) -> None:
     inputs, labels = ids(10, seed=4)
     params = from_canonical(setup, weights())
     for mask in (np.ones((10, TOKENS), bool), masks([128, 1, 0, 17, 5, 0, 90, 3, 64, 2])):
-        loss, tokens = evaluate(params, Rows(inputs=inputs, labels=labels, mask=mask))
+        loss, tokens = evaluate(params, in_batches(setup, Rows(inputs=inputs, labels=labels, mask=mask)))
         assert tokens == mask.sum()
         assert loss == pytest.approx(float(plain()(weights(), inputs, labels, mask)[0]), abs=1e-5)
     assert compiled_step._cache_size() == 1
@@ -228,7 +235,7 @@ def test_a_short_evaluation_batch_does_not_weigh_more(name: str) -> None:
     counts[0], counts[1], counts[-1] = 7, 23, 10
     labels[-1] = 1
     rows = Rows(inputs=ids(num_rows)[0], labels=labels, mask=masks(counts))
-    loss, tokens = evaluate(from_canonical(setup, certain(1.0, 3.0)[0]), rows)
+    loss, tokens = evaluate(from_canonical(setup, certain(1.0, 3.0)[0]), in_batches(setup, rows))
     assert tokens == 40 and loss == pytest.approx(1.5, abs=2e-6)
     assert math.exp(loss) == pytest.approx(4.4817, abs=1e-4)
 
@@ -236,7 +243,8 @@ def test_a_short_evaluation_batch_does_not_weigh_more(name: str) -> None:
 def test_evaluating_no_token_is_not_a_division_by_zero() -> None:
     setup, evaluate, _ = evaluator("one device, batch 8")
     inputs, labels = ids(2)
-    assert evaluate(from_canonical(setup, weights()), Rows(inputs=inputs, labels=labels, mask=masks([0, 0]))) == (0.0, 0)
+    rows = Rows(inputs=inputs, labels=labels, mask=masks([0, 0]))
+    assert evaluate(from_canonical(setup, weights()), in_batches(setup, rows)) == (0.0, 0)
 
 
 # ---------------------------------------------------------------- next-token logits

@@ -1,4 +1,4 @@
-"""The update: learning rate per update, decay mask, optimizer formulas, global norm and clipping, and sums in fp32.
+"""The update: learning rate per update, decay mask, global norm and clipping, and sums in fp32.
 
 What a run does is read off the real train step, on setups small enough for a hundred updates.
 """
@@ -117,41 +117,10 @@ def test_schedule_counts_updates_whatever_dp_and_accumulation(dp: int, microbatc
 
 
 def test_unknown_names_are_refused_with_the_choices() -> None:
-    with pytest.raises(ValueError, match=r"optim\.name=adam: use adamw or sgd"):
-        make_optimizer(OptimConfig(name="adam"), 10, {"w": ("embed", "mlp")})
+    with pytest.raises(ValueError, match=r"optim\.name=adam: use adamw, lion, adafactor, muon or sgd"):
+        make_optimizer(OptimConfig(name="adam"), 10, setup_of(OptimConfig()).layout)
     with pytest.raises(ValueError, match=r"optim\.schedule=cos: use cosine, linear, wsd or constant"):
         learning_rate(OptimConfig(schedule="cos"), 10)
-
-
-# ---------------------------------------------------------------- optimizer formulas
-@pytest.mark.parametrize(("name", "momentum"), [("adamw", 0.0), ("sgd", 0.7), ("sgd", 0.0)])
-def test_optimizer_equals_its_formula(name: str, momentum: float) -> None:
-    """Five updates against numpy in fp64; the second leaf is a bias and does not decay."""
-    optim = OptimConfig(name=name, lr=0.01, warmup=2, schedule="linear", final_lr_ratio=0.0, beta1=0.8, beta2=0.9, eps=1e-3,
-                        momentum=momentum, weight_decay=0.3)
-    rates = [0.0, 0.005, 0.01, 0.01 * 2 / 3, 0.01 / 3]
-    rng = np.random.default_rng(0)
-    params: Any = {"up": rng.standard_normal((3, 4)).astype(np.float32), "up_bias": rng.standard_normal(4).astype(np.float32)}
-    optimizer = make_optimizer(optim, 5, {"up": ("embed", "mlp"), "up_bias": ("mlp",)})
-    state = optimizer.init(params)
-    want = {key: x.astype(np.float64) for key, x in params.items()}
-    first, second = ({key: np.zeros(x.shape) for key, x in params.items()} for _ in range(2))
-    for n, rate in enumerate(rates):
-        grads = {key: rng.standard_normal(x.shape).astype(np.float32) for key, x in params.items()}
-        with jax.numpy_dtype_promotion("standard"):
-            changes, state = optimizer.update(grads, state, params)
-            params = optax.apply_updates(params, changes)
-        for key, grad in grads.items():
-            decay = 0.3 * want[key] if key == "up" else 0.0
-            if name == "adamw":
-                first[key] = 0.8 * first[key] + 0.2 * grad
-                second[key] = 0.9 * second[key] + 0.1 * grad.astype(np.float64) ** 2
-                change = first[key] / (1 - 0.8 ** (n + 1)) / (np.sqrt(second[key] / (1 - 0.9 ** (n + 1))) + 1e-3)
-            else:
-                first[key] = momentum * first[key] + grad
-                change = first[key]
-            want[key] = want[key] - rate * (change + decay)
-            np.testing.assert_allclose(np.asarray(params[key]), want[key], rtol=0, atol=2e-6, err_msg=f"{key} after update {n}")
 
 
 # ---------------------------------------------------------------- weight decay

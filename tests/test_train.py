@@ -1,6 +1,7 @@
 """The training run as a user starts it, and layouts compared over whole runs."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -8,7 +9,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 from jaxmeg.arch import PRESETS, num_params
@@ -23,7 +23,7 @@ from jaxmeg.config import (
     PrecisionConfig,
     TrainConfig,
 )
-from jaxmeg.data.text import DataError, open_text, read_text
+from jaxmeg.manifest import find_step, read_manifest
 from jaxmeg.train import RunError, run
 
 ROOT = Path(__file__).parent.parent
@@ -51,11 +51,11 @@ def test_a_run_says_what_it_does(finished):
     assert done.returncode == 0, done.stderr
     assert "no accelerator found: emulating 4 devices on the CPU" in done.stderr
     for part in ("pp=2,tp=2, ZeRO 1", "1f1b, 2 stages x 1 chunks; bubble", "step     6/6  loss", "tokens/s", "s left",
-                 "step     6/6  validation loss", "over 320 tokens", "weights, config and metrics in runs"):
+                 "step     6/6  validation loss", "over 320 tokens", "checkpoints, config and metrics in runs"):
         assert part in done.stdout, part
 
 
-def test_a_run_leaves_metrics_config_and_weights(finished):
+def test_a_run_leaves_metrics_config_and_a_checkpoint(finished):
     folder, done, _ = finished
     assert done.returncode == 0
     records = [json.loads(line) for line in (folder / "runs" / "demo" / "metrics.jsonl").read_text().splitlines()]
@@ -64,9 +64,13 @@ def test_a_run_leaves_metrics_config_and_weights(finished):
     assert all(record["tokens"] == 8 * 32 and record["applied"] for record in steps)
     np.testing.assert_allclose([record["lr"] for record in steps[:3]], [0, 1.5e-3, 3e-3], rtol=1e-6)
     assert [record["step"] for record in records if "validation_loss" in record] == [3, 6]
-    weights = ocp.StandardCheckpointer().restore(folder / "runs" / "demo" / "weights")
-    assert sum(leaf.size for leaf in jax.tree.leaves(weights)) == num_params(PRESETS["toy"])
-    assert weights["layers"]["mlp"]["up"].shape == (4, 64, 128)
+    manifest = read_manifest(find_step(folder / "runs" / "demo"))
+    weights = {path: leaf.shape for path, leaf in manifest.leaves.items() if path.startswith("params.")}
+    assert sum(math.prod(shape) for shape in weights.values()) == num_params(PRESETS["toy"])
+    assert weights["params.layers.mlp.up"] == (4, 64, 128) and manifest.rows == 6 * 8
+    columns = {"step_s", "data_wait_s", "evaluate_s", "save_s", "tokens_per_s", "samples_per_s", "grad_norm"}
+    assert all(columns <= set(record) for record in steps)
+    assert list((folder / "runs" / "demo" / "tensorboard").glob("events*"))
 
 
 def test_nothing_is_overwritten(finished):
@@ -88,9 +92,10 @@ def test_show_layout_lists_every_leaf_and_trains_nothing(tmp_path):
 
 
 def test_a_short_text_is_one_line(tmp_path):
-    (tmp_path / "short.txt").write_text("to be or not to be" * 10)
-    done = train(*TINY, "--data.text", "short.txt", "--steps", "3", cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.count("error:") == 1 and "180 bytes" in done.stderr and "Traceback" not in done.stderr
+    (tmp_path / "short.txt").write_text("t")
+    done = train(*TINY, "--data", "short.txt", "--seq_len", "512", "--steps", "3", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("error:") == 1 and "Traceback" not in done.stderr
+    assert "gives no row of data.seq_len=512" in done.stderr and not (tmp_path / "runs").exists()
 
 
 def test_skips_in_a_row_stop_the_run(tmp_path, capsys):
@@ -100,20 +105,6 @@ def test_skips_in_a_row_stop_the_run(tmp_path, capsys):
     with pytest.raises(RunError, match=r"stopped at step 6: 5 updates in a row were skipped .*embed.tokens.*lower optim.lr"):
         run(config, jax.devices()[:1])
     assert capsys.readouterr().err.count("update skipped") == 5
-
-
-def test_rows_of_an_update_depend_on_seed_and_number_alone():
-    tokens, _ = read_text(None)
-    data = open_text(tokens, 64, 0.1, seed=3, global_batch=32)
-    later = data.batch(400, 32)
-    np.testing.assert_array_equal(later.inputs, data.batch(400, 32).inputs)
-    np.testing.assert_array_equal(later.inputs[:, 1:], later.labels[:, :-1])
-    rows = {row.tobytes() for row in data.batch(0, data.num_training).inputs}
-    assert rows == {row.tobytes() for row in data.rows(np.arange(data.num_training)).inputs}  # an epoch has every row
-    assert not np.array_equal(data.batch(0, 32).inputs, open_text(tokens, 64, 0.1, seed=4, global_batch=32).batch(0, 32).inputs)
-    assert data.validation(0).inputs.shape == (data.num_rows - data.num_training, 64)
-    with pytest.raises(DataError, match="100 bytes, 1 training rows"):
-        open_text(tokens[:100], 64, 0.0, 0, 2)
 
 
 FIFTY = {

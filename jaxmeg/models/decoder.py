@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmeg import parallel
 from jaxmeg.arch import Arch
-from jaxmeg.models.layers import MLP, Attention, Norm, Options, Context, drop, parameter
+from jaxmeg.models.layers import MLP, Attention, Context, Norm, Options, drop, parameter
 from jaxmeg.ops.vocab import logits, lookup, token_loss
 
 # Named values a forward pass keeps for its backward pass. Never kept: gathered tokens, norms, activations (cheap to

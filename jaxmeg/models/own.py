@@ -41,7 +41,8 @@ class OwnModel:
         wrong = [f"{jax.tree_util.keystr(path, simple=True, separator='.')} is {x.dtype}"
                  for path, x in jax.tree_util.tree_leaves_with_path(self.params) if x.dtype != jnp.float32]
         if wrong:
-            raise OwnModuleError(f"{self.name}: {wrong[0]}, and masters are float32: use param_dtype=float32 (dtype decides what it computes in)")
+            raise OwnModuleError(f"{self.name}: {wrong[0]}, and masters are float32: use param_dtype=float32 (dtype decides what it "
+                                 "computes in)")
 
     @property
     def dims(self) -> Any:

@@ -11,6 +11,9 @@ import jax
 import optax
 
 from jaxmeg.config import OptimConfig
+from jaxmeg.layout import Layout
+from jaxmeg.optim.adafactor import scale_by_adafactor
+from jaxmeg.optim.muon import scale_by_muon
 
 
 def learning_rate(config: OptimConfig, num_updates: int) -> optax.Schedule:
@@ -45,14 +48,35 @@ def decay_mask(dims: Any) -> Any:
     return jax.tree_util.tree_map_with_path(decays, dims, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def make_optimizer(config: OptimConfig, num_updates: int, dims: Any) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019) or SGD with momentum; decoupled decay on the leaves of `decay_mask`."""
-    schedule, mask = learning_rate(config, num_updates), decay_mask(dims)
-    if config.name == "adamw":
-        return optax.adamw(schedule, config.beta1, config.beta2, config.eps, weight_decay=config.weight_decay, mask=mask)
-    if config.name == "sgd":
-        return optax.chain(
-            optax.trace(decay=config.momentum) if config.momentum else optax.identity(),
-            optax.add_decayed_weights(config.weight_decay, mask) if config.weight_decay else optax.identity(),
-            optax.scale_by_learning_rate(schedule))
-    raise ValueError(f"optim.name={config.name}: use adamw or sgd")
+def make_optimizer(config: OptimConfig, num_updates: int, layout: Layout, vocab_size: int | None = None) -> optax.GradientTransformation:
+    """The optimizer by name: its rule, plus decay on the leaves of `decay_mask`, times the learning rate.
+
+    The size of an update before the learning rate: AdamW's and Muon's entries have a root mean square of about 0.2 to 1,
+    Lion's of 1, Adafactor's at most that of the parameter, SGD's is the momentum's.
+    layout: where the parameters live. vocab_size: rows of the vocabulary that are no padding, if there is one.
+    """
+    if not isinstance(layout, Layout):  # until setup.py hands the layout over
+        dims = layout
+    else:
+        dims = layout.map(lambda leaf: leaf.dims)
+    return optax.chain(
+        _rule(config, layout, dims, vocab_size),
+        optax.add_decayed_weights(config.weight_decay, decay_mask(dims)),
+        optax.scale_by_learning_rate(learning_rate(config, num_updates)))
+
+
+def _rule(config: OptimConfig, layout: Layout, dims: Any, vocab_size: int | None) -> optax.GradientTransformation:
+    adam = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
+    match config.name:
+        case "adamw":
+            return adam
+        case "lion":
+            return optax.scale_by_lion(config.beta1, config.beta2)
+        case "adafactor":
+            return scale_by_adafactor(dims, vocab_size, config.factored_dim)
+        case "muon":
+            return scale_by_muon(layout, config.momentum, config.newton_schulz_steps, adam)
+        case "sgd":
+            return optax.trace(config.momentum) if config.momentum else optax.identity()
+        case _:
+            raise ValueError(f"optim.name={config.name}: use adamw, lion, adafactor, muon or sgd")

@@ -1,0 +1,285 @@
+"""Writing checkpoints while training goes on: canonical global arrays through Orbax, and which of them are kept.
+
+`save` returns when the state is copied to the host; a background thread writes it, makes the step appear in one rename
+and removes steps that are no longer kept. A save that fails is reported by the next `check`, and nothing that was
+complete is touched. Every process makes every call; process 0 writes what is written once. Reading is in `restore`.
+
+Host memory: one copy of what this process holds, replicas once. Device memory: see `canonical`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+
+from jaxmeg.agree import any_process, together
+from jaxmeg.canonical import Leaves, canonical_leaves, checksums, flatten, to_canonical
+from jaxmeg.config import CheckpointConfig
+from jaxmeg.manifest import FILE, FOLDER, ITEM, CheckpointError, Leaf, Manifest, complete_steps, left_over, read_manifest, step_folder
+from jaxmeg.setup import Setup
+from jaxmeg.state import TrainState
+
+ITEMS = ("params", "training")
+CHUNK_BYTES = 2**26  # a reader of a small shard reads no more than this around it
+TIMEOUT_SECONDS = 3600
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class SaveError(CheckpointError):
+    """A save that failed."""
+
+
+class Saved(NamedTuple):
+    """A save that has begun."""
+
+    step: int
+    blocked_seconds: float
+    """How long training waited: for the save before, and until the state was on the host."""
+    num_bytes: int
+    """Size of the checkpoint."""
+
+
+class Committed(NamedTuple):
+    """A save that has ended."""
+
+    step: int
+    seconds: float
+    """From the call of `save` to the last byte."""
+    num_bytes: int
+    peak_host_bytes: int
+    """Most memory that this process has held so far."""
+
+
+def array_handler() -> ocp.PyTreeCheckpointHandler:
+    """How arrays are stored. Uncompressed: fp32 weights would shrink by 8 percent and take four times as long. Whole shards of
+    one replica: parts of them from each would be cut out by a program of their own."""
+    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
+
+
+class Checkpoints:
+    """The checkpoints of one run, as a context. Leaving it waits for the last save; if that one failed, SaveError is
+    raised whatever `on_failure` says."""
+
+    def __init__(self, setup: Setup, run: Path, config: CheckpointConfig, extra: Mapping[str, Any]):
+        """Tidy the run folder and see that it can be written. `extra` is stored with every step, as JSON.
+
+        Raises SaveError if the folder cannot be written; too little room is a warning.
+        """
+        self._setup, self._config, self._extra = setup, config, dict(extra)
+        self._run, self._folder = run.resolve(), run.resolve() / FOLDER
+        self._leaves = canonical_leaves(setup)
+        self._to_canonical = to_canonical(self._leaves)
+        self._num_bytes = sum(leaf.num_bytes for leaf in self._leaves.values())
+        self._prepare()
+        self._newest = self.latest  # the last step that was saved or tried
+        self._thread: threading.Thread | None = None
+        self._failure: SaveError | None = None  # not reported yet
+        self._last_failure: SaveError | None = None  # of the newest save, reported or not
+        self._committed: Committed | None = None
+        handlers: dict[str, Any] = {item: array_handler() for item in ITEMS} | {ITEM: ocp.JsonCheckpointHandler(FILE)}
+        options = ocp.options.AsyncOptions(timeout_secs=TIMEOUT_SECONDS, create_directories_asynchronously=False)
+        self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers), async_options=options)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.wait()
+        self._writer.close()
+        if kind is None and self._last_failure:
+            raise self._last_failure
+        if kind is not None and self._failure:
+            _warn(str(self._failure))
+
+    @property
+    def latest(self) -> int | None:
+        """The newest complete step, if there is one."""
+        return max(complete_steps(self._run), default=None)
+
+    def save(self, state: TrainState, step: int, rows: int, validation_loss: float | None = None) -> Saved | None:
+        """Begin to save the state after batch `step`, unless that was done.
+
+        rows: rows of the data consumed. validation_loss: of this very state, for `keep_best`. Raises SaveError like `check`.
+        """
+        if step == self._newest:
+            return None
+        started = time.perf_counter()
+        self.wait()
+        self.check()
+        together("save")
+        self._newest, self._last_failure = step, None
+        try:
+            stored = self._to_canonical(flatten(state))
+            manifest = self._manifest(state, stored, step, rows, validation_loss)
+            items: dict[str, Any] = {item: _array_args(leaves) for item, leaves in by_item(stored).items()}
+            args = ocp.args.Composite(**items, **{ITEM: ocp.args.JsonSave(manifest.to_json())})
+            self._writer.save(step_folder(self._run, step), args=args, force=True)  # over a left-over of this step
+            for path, leaf in self._leaves.items():
+                if leaf.rows:
+                    stored[path].delete()  # on the host by now; the writer would hold the copy until the last byte is written
+        except Exception as error:
+            self._failed(step, error)
+            self.check()
+        else:
+            self._thread = threading.Thread(target=self._finish, args=(step, started), name=f"checkpoint {step}")
+            self._thread.start()
+        return Saved(step, time.perf_counter() - started, self._num_bytes)
+
+    def check(self) -> Committed | None:
+        """What has been completed since the last call. Once a step.
+
+        Raises SaveError if a save has failed; with on_failure=continue it is a warning, and later saves are tried.
+        """
+        failure, self._failure = self._failure, None
+        if failure and self._config.on_failure == "stop":
+            raise failure
+        if failure:
+            _warn(str(failure))
+        committed, self._committed = self._committed, None
+        return committed
+
+    def wait(self) -> None:
+        """Until the save that has begun has ended, well or not."""
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+
+    # ---------------------------------------------------------------- one save
+    def _manifest(self, state: TrainState, stored: Leaves, step: int, rows: int, validation_loss: float | None) -> Manifest:
+        setup, resolved = self._setup, self._setup.resolved
+        sums = checksums(stored)
+        return Manifest(
+            step=step, updates=int(state.updates), rows=rows, validation_loss=validation_loss, compute=setup.compute,
+            arch=asdict(resolved.arch), config=asdict(setup.config), extra=self._extra,
+            layout={"mesh": setup.layout.sizes, "zero": setup.config.layout.zero, "schedule": resolved.schedule,
+                    "chunks": resolved.chunks, "processes": jax.process_count()},
+            leaves={path: Leaf(shape=x.shape, dtype=str(x.dtype), checksum=sums[path]) for path, x in stored.items()})
+
+    def _finish(self, step: int, started: float) -> None:
+        """In the background: see the save to its end."""
+        try:
+            self._writer.wait_until_finished()
+        except Exception as error:
+            self._failed(step, error)
+            return
+        self._committed = Committed(step, time.perf_counter() - started, self._num_bytes, peak_host_bytes())
+        if jax.process_index() == 0:
+            self._remove_old()
+
+    def _failed(self, step: int, error: Exception) -> None:
+        if jax.process_index() == 0:
+            for path in left_over(self._run):
+                shutil.rmtree(path, ignore_errors=True)
+        number, reason = _reason(error)
+        fix = "see that the folder can be written"
+        if number in _FULL:
+            reason += f" ({_megabytes(self._num_bytes)} needed, {_megabytes(_free_bytes(self._folder))} free)"
+            fix = "make room, or lower checkpoint.keep"
+        last = "no step is complete" if self.latest is None else f"step {self.latest} is complete"
+        self._failure = self._last_failure = SaveError(
+            f"the checkpoint of step {step} failed: {reason} in {self._folder}; {last}: {fix}, then --resume")
+
+    def _remove_old(self) -> None:
+        """All but the latest and, besides, those with the lowest validation loss."""
+        steps = complete_steps(self._run)
+        losses = {step: read_manifest(step_folder(self._run, step)).validation_loss for step in steps} if self._config.keep_best else {}
+        best = sorted((loss, step) for step, loss in losses.items() if loss is not None)[: self._config.keep_best]
+        for step in set(steps[: -self._config.keep]) - {step for _, step in best}:
+            path = step_folder(self._run, step)
+            try:
+                path = path.rename(path.with_name(f"{step}.removing"))  # so that no half of it is taken for a checkpoint
+                shutil.rmtree(path)
+            except OSError as error:
+                _warn(f"the checkpoint of step {step} cannot be removed ({error.strerror}): remove {path}")
+
+    # ---------------------------------------------------------------- before the first step
+    def _prepare(self) -> None:
+        problem = None
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if jax.process_index() == 0:
+                self._tidy()
+            probe = self._folder / f".probe-{jax.process_index()}"
+            probe.write_bytes(bytes(4096))
+            probe.unlink()
+        except OSError as error:
+            problem = f"{self._folder} cannot be written ({error.strerror}): see that it can, or give another train.out"
+        if any_process(problem is not None):
+            raise SaveError(problem or f"{self._folder} cannot be written by another process: see what it says")
+        if jax.process_index() == 0:
+            self._check_space()
+
+    def _tidy(self) -> None:
+        for path in left_over(self._run):
+            if "." in path.name or not any(path.iterdir()):
+                shutil.rmtree(path)
+                _warn(f"removed {path}, left over from a save that did not end")
+            else:
+                _warn(f"{path} is not a complete checkpoint: it is not read, and replaced when step {path.name} is saved")
+
+    def _check_space(self) -> None:
+        config, have = self._config, complete_steps(self._run)
+        to_come = 1 + (self._setup.config.train.steps // config.every if config.every else 0)
+        count = min(config.keep + config.keep_best + 1, len(have) + to_come)
+        room = _free_bytes(self._folder) + sum(read_manifest(step_folder(self._run, step)).num_bytes for step in have)
+        if room < count * self._num_bytes:
+            _warn(f"{self._folder} has room for {_megabytes(room)}, and {count} checkpoints of {_megabytes(self._num_bytes)} need "
+                  f"{_megabytes(count * self._num_bytes)} (checkpoint.keep={config.keep}, keep_best={config.keep_best}, one in the making): "
+                  "make room, or saves will fail")
+
+
+def peak_host_bytes() -> int:
+    """Most memory that this process has held so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def by_item(leaves: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Leaves by the folder that stores them: weights, which may be wanted alone, and the rest."""
+    items = {item: {path: x for path, x in leaves.items() if path.startswith("params.") == (item == "params")} for item in ITEMS}
+    return {item: part for item, part in items.items() if part}
+
+
+def _array_args(leaves: Mapping[str, jax.Array]) -> ocp.args.PyTreeSave:
+    return ocp.args.PyTreeSave(dict(leaves), save_args={path: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for path in leaves})
+
+
+def _reason(error: BaseException) -> tuple[int | None, str]:
+    """The system's error number and words where an error has them, else the first line of its text."""
+    cause: BaseException | None = error
+    while cause is not None:
+        found = re.search(r"\[OS error (\d+)", str(cause))  # from tensorstore
+        number = cause.errno if isinstance(cause, OSError) else int(found[1]) if found else None
+        if number:
+            return number, os.strerror(number)
+        cause = cause.__cause__ or cause.__context__
+    return None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free if folder.exists() else 0
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"
+
+
+def _warn(line: str) -> None:
+    if jax.process_index() == 0:
+        print(f"warning: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,112 @@
+"""Reading checkpoints into any layout: canonical arrays straight into this mesh's shards, then into memory order.
+
+What is stored is compared with what this run needs by name, shape and dtype before an array is read, and with the
+checksums of the manifest before one is used. Nothing is needed of the layout that saved it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxmeg.agree import together
+from jaxmeg.canonical import CanonicalLeaf, Leaves, canonical_leaves, checksums, flatten, from_canonical, unflatten
+from jaxmeg.checkpoint import array_handler, by_item
+from jaxmeg.distributed import from_first_process
+from jaxmeg.manifest import CheckpointError, Leaf, Manifest, find_step, leaf_problems, read_manifest, step_folder
+from jaxmeg.optim.build import learning_rate
+from jaxmeg.precision import init_loss_scale
+from jaxmeg.resume import arch_changes, problems
+from jaxmeg.setup import Setup
+from jaxmeg.state import TrainState, abstract_state
+
+MOST_NAMED = 6  # problems in one message
+
+
+class RestoreError(CheckpointError):
+    """A checkpoint that does not fit this run, or is damaged; nothing was restored."""
+
+
+def restore(setup: Setup, path: Path) -> tuple[TrainState, Manifest]:
+    """The whole state in this setup's shardings, and what the checkpoint says of itself, `rows` among it.
+
+    path: a run folder, for its latest complete step, or a step folder. Where another compute dtype was saved, the loss
+    scale starts afresh. Raises CheckpointError where there is no checkpoint, RestoreError where it does not fit or the
+    config changes what it may not (`resume.problems`).
+    """
+    folder, manifest = _open(path)
+    if found := problems(manifest, setup.config, setup.resolved.arch, learning_rate):
+        raise RestoreError("\n".join(found))
+    leaves = _read(folder, manifest, canonical_leaves(setup), "resume with its model and optimizer, or take its weights with --init_from")
+    state: TrainState = unflatten(abstract_state(setup), leaves)
+    if manifest.compute != setup.compute:
+        fresh = init_loss_scale(setup.compute, setup.config.precision.loss_scale_init)
+        state = state._replace(loss_scale=jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), fresh, state.loss_scale))
+    return state, manifest
+
+
+def restore_weights(setup: Setup, path: Path) -> Any:
+    """Parameters alone, in this setup's shardings: the start of another run. Raises like `restore`."""
+    folder, manifest = _open(path)
+    wanted = by_item(canonical_leaves(setup))["params"]
+    changes = ", ".join(map(str, arch_changes(manifest.arch, setup.resolved.arch))) or "its own"
+    leaves = _read(folder, manifest, wanted, f"take the checkpoint's model ({changes})")
+    return unflatten({"params": abstract_state(setup).params}, leaves)["params"]
+
+
+def _open(path: Path) -> tuple[Path, Manifest]:
+    """The step that all processes read, and its manifest."""
+    together("restore")
+    folder = find_step(path.resolve())
+    folder = step_folder(folder.parent.parent, int(from_first_process(folder.name)))
+    return folder, read_manifest(folder)
+
+
+def _read(folder: Path, manifest: Manifest, leaves: Mapping[str, CanonicalLeaf], fix: str) -> Leaves:
+    """These leaves in memory order. Compared with the arrays on disk before, and with the manifest before and after."""
+    wanted = {name: Leaf(shape=leaf.shape, dtype=str(leaf.dtype)) for name, leaf in leaves.items()}
+    items = by_item(leaves)
+    stored = {name: leaf for item in items for name, leaf in _stored_leaves(folder / item).items()}
+    listed = {name: leaf for item in items for name, leaf in by_item(manifest.leaves).get(item, {}).items()}
+    _refuse(folder, leaf_problems(stored, wanted), fix)
+    _refuse(folder, leaf_problems(listed, wanted), "the manifest does not describe the arrays: give another step")
+    arrays = {name: x for item, part in items.items() for name, x in _read_arrays(folder / item, part).items()}
+    sums = checksums(arrays)
+    damaged = [f"{name} does not have its checksum" for name, leaf in listed.items() if sums[name] != leaf.checksum]
+    _refuse(folder, damaged, "it is damaged: give another step")
+    return from_canonical(leaves)(arrays)
+
+
+def _stored_leaves(folder: Path) -> dict[str, Leaf]:
+    """What is on disk, whatever the manifest says."""
+    try:
+        handler: Any = array_handler()
+        tree = handler.metadata(folder).tree
+    except (OSError, ValueError, KeyError) as error:
+        raise RestoreError(f"{folder} cannot be read ({_line(error)}): give another step") from error
+    return {name: Leaf(shape=tuple(x.shape), dtype=str(np.dtype(x.dtype))) for name, x in flatten(tree).items()}
+
+
+def _read_arrays(folder: Path, leaves: Mapping[str, CanonicalLeaf]) -> dict[str, jax.Array]:
+    target = {name: leaf.abstract for name, leaf in leaves.items()}
+    args = ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
+    try:
+        with ocp.Checkpointer(array_handler()) as reader:
+            return reader.restore(folder, args=args)
+    except (OSError, ValueError, KeyError) as error:
+        raise RestoreError(f"{folder} cannot be read ({_line(error)}): give another step") from error
+
+
+def _refuse(folder: Path, found: list[str], fix: str) -> None:
+    if found:
+        more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+        raise RestoreError(f"{folder} does not fit: {', '.join(found[:MOST_NAMED])}{more}: {fix}")
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
