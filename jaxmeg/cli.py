@@ -95,7 +95,8 @@ def _resumed(paths: list[str], overrides: Overrides) -> tuple[list[str], Overrid
         return paths, overrides
     processes = [key for key in KEYS if key.startswith("distributed.")]
     once = dict.fromkeys(["checkpoint.init_from", "train.stop_after", "record.profile", "emulate", *processes], "null")
-    return [str(Path(folder) / "config.yaml"), *paths], [*once.items(), ("checkpoint.allow_changes", "false"), ("train.out", folder), *overrides]
+    start = [*once.items(), ("checkpoint.allow_changes", "false"), ("train.out", folder)]
+    return [str(Path(folder) / "config.yaml"), *paths], [*start, *overrides]
 
 
 def check(config: Config, num_devices: int) -> Resolved:

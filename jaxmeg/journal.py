@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmeg.checkpoint import Committed
 from jaxmeg.layout import is_leaf_layout
-from jaxmeg.record.compiles import Compilation, Watch
+from jaxmeg.record.compiles import Watch
 from jaxmeg.record.late import Arrival
 from jaxmeg.record.log import Log
 from jaxmeg.record.memory import memory_record
@@ -40,6 +40,7 @@ class Journal:
         self.applied = True
         """Whether the last update that was read changed the weights."""
         self.validation: tuple[float, float] | None = None
+        self.num_dispatched = 0
         self.seen: set[str] = set()
 
     def steps(self, arrivals: Iterable[Arrival[Metrics]]) -> None:
@@ -57,9 +58,6 @@ class Journal:
             self.applied = record["applied"]
             self.log.write(record)
             self.progress.step(record)
-            compilations = self.watch.new()
-            if len(self.losses) > 2:
-                self._report_compilations(arrival.step, compilations)
             self._check_skips(arrival.step, metrics)
 
     def validated(self, step: int, loss: float, count: float) -> None:
@@ -81,9 +79,11 @@ class Journal:
             self.watch.new()
             self.seen.add(what)
 
-    def _report_compilations(self, step: int, compilations: Iterable[Compilation]) -> None:
-        for found in compilations:
-            if found.seconds >= SLOW_COMPILE:
+    def dispatched(self, step: int) -> None:
+        """Report what has been compiled since the step before, except on the first two steps of this start."""
+        self.num_dispatched += 1
+        for found in self.watch.new():
+            if found.seconds >= SLOW_COMPILE and self.num_dispatched > 2:
                 self.log.write({"step": step, "compiled": found.name, "compile_s": found.seconds})
                 print(f"step {step}: {found.name} was compiled in the run ({found.seconds:.1f} s): a shape or dtype has changed since its "
                       "first use", file=sys.stderr)

@@ -8,6 +8,7 @@ All sums over ranks stand outside of what is differentiated (docs/decisions/0006
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import jax
@@ -40,6 +41,7 @@ def _sums(setup: Setup, loss: Loss, params: Any, batch: Any, valid: jax.Array) -
 
 
 def _on_mesh(setup: Setup, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    @wraps(body)
     def with_precision(*args: Any) -> Any:
         precision = setup.config.precision.matmul
         with jax.default_matmul_precision(None if precision == "default" else precision), jax.numpy_dtype_promotion("standard"):
@@ -76,7 +78,7 @@ def make_own_eval_step(setup: Setup, loss: Loss) -> Callable[[Any, Any], tuple[j
     """(params, (batch, valid)) -> (sum of weight * loss, sum of weights) over all ranks."""
     layout = setup.layout
 
-    def body(params: Any, batch: Any):
+    def evaluate(params: Any, batch: Any):
         weights = layout.gather(layout.gather(params, layout.leaves, "step"), layout.leaves, "use")
 
         def one(carry: Any, microbatch: Any):
@@ -84,4 +86,4 @@ def make_own_eval_step(setup: Setup, loss: Loss) -> Callable[[Any, Any], tuple[j
 
         return lax.psum(lax.scan(one, (jnp.float32(0), jnp.float32(0)), batch)[0], DATA_AXES)
 
-    return jax.jit(_on_mesh(setup, body, (layout.specs, ROWS), (PartitionSpec(), PartitionSpec())))
+    return jax.jit(_on_mesh(setup, evaluate, (layout.specs, ROWS), (PartitionSpec(), PartitionSpec())))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -129,6 +130,7 @@ def _grads_body(setup: Setup, params: Any, rows: Rows, key: jax.Array, scale: ja
 
 def on_mesh(setup: Setup, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """`body` on every rank of the mesh, all axes manual."""
+    @wraps(body)
     def with_precision(*args: Any) -> Any:
         precision = setup.config.precision.matmul
         with jax.default_matmul_precision(None if precision == "default" else precision):
@@ -189,7 +191,7 @@ def make_eval_step(setup: Setup, num_microbatches: int) -> Callable[[Any, Rows],
     """(params, rows) -> (sum of the losses of the tokens in the mask, their number), each token counted once."""
     table = setup.forward_table(num_microbatches)
 
-    def run(params: Any, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    def evaluate(params: Any, rows: Rows) -> tuple[jax.Array, jax.Array]:
         work = work_of(setup, params, rows, rows.mask.astype(jnp.float32), None)
         head = work.model.head_params({name: work.whole(name) for name in ("head", "embed")})
 
@@ -200,14 +202,14 @@ def make_eval_step(setup: Setup, num_microbatches: int) -> Callable[[Any, Rows],
         total = jax.lax.psum(jnp.sum(outputs(work, table, read)), AXES)
         return total, jax.lax.psum(jnp.sum(rows.mask.astype(jnp.float32)), DATA_AXES)
 
-    return jax.jit(on_mesh(setup, run, (setup.layout.specs, ROWS), (PartitionSpec(), PartitionSpec())))
+    return jax.jit(on_mesh(setup, evaluate, (setup.layout.specs, ROWS), (PartitionSpec(), PartitionSpec())))
 
 
 def make_next_logits(setup: Setup) -> Callable[[Any, Rows, Any], jax.Array]:
     """(params, rows [1, n, T], position) -> fp32 logits [n, vocab_size] of the token after `position`."""
     table = setup.forward_table(1)
 
-    def run(params: Any, rows: Rows, position: jax.Array) -> jax.Array:
+    def next_logits(params: Any, rows: Rows, position: jax.Array) -> jax.Array:
         work = work_of(setup, params, rows, rows.mask.astype(jnp.float32), None)
         head = work.model.head_params({name: work.whole(name) for name in ("head", "embed")})
         z = outputs(work, table, lambda y, _: setup.model.next_token_logits(head, y, position))[0]
@@ -215,4 +217,4 @@ def make_next_logits(setup: Setup) -> Callable[[Any, Rows, Any], jax.Array]:
         return jax.lax.pmax(z, same)  # equal on these ranks; the maximum tells the compiler so
 
     specs = (setup.layout.specs, ROWS, PartitionSpec())
-    return jax.jit(on_mesh(setup, run, specs, PartitionSpec(DATA_AXES)))
+    return jax.jit(on_mesh(setup, next_logits, specs, PartitionSpec(DATA_AXES)))

@@ -109,6 +109,7 @@ def _run(task: Task, watch: Watch) -> Result:
             while True:
                 with profile.update(n + 1, settle):
                     state, metrics = compiled(state, rows)
+                    journal.dispatched(n + 1)
                     journal.steps(late.push(n + 1, metrics))
                 consumed += config.data.global_batch
                 last, validation_loss = n + 1 == steps, None

@@ -20,6 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import runs
+from etils import epath
 from orbax.checkpoint import checkpointers
 
 from jaxmeg import checkpoint
@@ -44,11 +45,17 @@ def open_run(folder: Path, **options: Any) -> Checkpoints:
     return Checkpoints(runs.setup_of(NAME), folder, CheckpointConfig(**options), {"tokenizer": "bytes"})
 
 
+def arrays_of(folder: Path) -> dict[str, np.ndarray]:
+    """The arrays of `params` or `training`, read with Orbax alone."""
+    handler = ocp.PyTreeCheckpointHandler()
+    names = handler.metadata(epath.Path(folder)).tree
+    args = ocp.args.PyTreeRestore(restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names})
+    return {name: np.asarray(x) for name, x in ocp.Checkpointer(handler).restore(folder, args=args).items()}
+
+
 def leaves_of(folder: Path) -> dict[str, np.ndarray]:
-    """What is on disk, read with Orbax alone."""
-    step = find_step(folder)
-    read = {item: ocp.Checkpointer(array_handler()).restore(step / item) for item in ("params", "training")}
-    return {name: np.asarray(x) for part in read.values() for name, x in part.items()}
+    """All arrays of a run's latest checkpoint."""
+    return arrays_of(find_step(folder) / "params") | arrays_of(find_step(folder) / "training")
 
 
 # ---------------------------------------------------------------- what is stored
@@ -109,7 +116,7 @@ def rewritten(tmp_path: Path, item: str, change: Any) -> Path:
     """A copy of a checkpoint with other arrays in it, and the manifest as it was."""
     run = shutil.copytree(runs.five(NAME).folder, tmp_path / "run")
     folder = find_step(run) / item
-    arrays = {name: np.asarray(x) for name, x in ocp.Checkpointer(array_handler()).restore(folder).items()}
+    arrays = arrays_of(folder)
     change(arrays)
     shutil.rmtree(folder)
     on_device = {name: jax.device_put(x) for name, x in arrays.items()}

@@ -5,14 +5,20 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmeg import train as train_module
 from jaxmeg.arch import PRESETS, num_params
 from jaxmeg.config import (
+    CheckpointConfig,
     Config,
     DataConfig,
     LayoutConfig,
@@ -21,9 +27,14 @@ from jaxmeg.config import (
     OptimConfig,
     PipelineConfig,
     PrecisionConfig,
+    RecordConfig,
     TrainConfig,
 )
 from jaxmeg.manifest import find_step, read_manifest
+from jaxmeg.record.compiles import Watch
+from jaxmeg.setup import build
+from jaxmeg.step import place_rows
+from jaxmeg.task import text_task
 from jaxmeg.train import RunError, run
 
 ROOT = Path(__file__).parent.parent
@@ -105,6 +116,42 @@ def test_skips_in_a_row_stop_the_run(tmp_path, capsys):
     with pytest.raises(RunError, match=r"stopped at step 6: 5 updates in a row were skipped .*embed.tokens.*lower optim.lr"):
         run(config, jax.devices()[:1])
     assert capsys.readouterr().err.count("update skipped") == 5
+
+
+def test_nothing_is_compiled_twice_in_a_run(tmp_path, capsys):
+    """One train step and one evaluation, though the last evaluation batch is short, and no report of a late compilation."""
+    config = Config(model=ModelConfig(preset="toy", num_layers=1), mesh=MeshConfig(dp=2), data=DataConfig(seq_len=16, global_batch=4),
+                    train=TrainConfig(steps=6, eval_every=2, eval_rows=6, sample_tokens=2, out=str(tmp_path / "run")),
+                    checkpoint=CheckpointConfig(every=2), record=RecordConfig(tensorboard=False))
+    with Watch() as watch:
+        run(config, jax.devices()[:2])
+        names = Counter(found.name for found in watch.new())
+    assert {name: names[name] for name in ("step", "evaluate", "next_logits")} == {"step": 1, "evaluate": 1, "next_logits": 1}
+    assert "was compiled in the run" not in capsys.readouterr().err
+
+
+def test_a_late_compilation_is_reported(tmp_path, capsys):
+    """A program that is compiled between steps 4 and 5 is named with its step."""
+    config = Config(model=ModelConfig(preset="toy", num_layers=1), mesh=MeshConfig(dp=1), data=DataConfig(seq_len=16, global_batch=4),
+                    train=TrainConfig(steps=6, eval_every=0, eval_rows=2, sample_tokens=0, out=str(tmp_path / "run")),
+                    record=RecordConfig(tensorboard=False))
+    setup, numbers = build(config, jax.devices()[:1]), iter(range(100))
+
+    def place(rows: Any) -> Any:
+        if next(numbers) == 4:
+            jax.jit(slow_to_compile)(jnp.arange(7.0))
+        return place_rows(setup, rows.inputs, rows.labels, rows.mask, 1)
+
+    def slow_to_compile(x: jax.Array) -> jax.Array:
+        for i in range(300):
+            x = jnp.sort(jnp.sin(x) * np.float32(i))
+        return x
+
+    with Watch() as watch:
+        train_module._run(replace(text_task(config, jax.devices()[:1]), place=place), watch)
+    assert "step 5: slow_to_compile was compiled in the run (" in capsys.readouterr().err
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record.get("compiled") == "slow_to_compile"] == [5]
 
 
 FIFTY = {
