@@ -139,7 +139,8 @@ class OptimConfig:
     name: str = "adamw"
     """adamw, lion, adafactor, muon or sgd."""
     lr: float = 3e-3
-    """Peak learning rate."""
+    """Peak learning rate. What suits AdamW suits Muon; Lion wants a third to a tenth of it, and Adafactor's is relative to
+    the size of a parameter."""
     warmup: int = 10
     """Updates over which the learning rate rises from 0 to its peak."""
     schedule: str = "cosine"
@@ -157,7 +158,7 @@ class OptimConfig:
     momentum: float = 0.9
     """SGD and Muon: momentum."""
     factored_dim: int = 128
-    """Adafactor: matrices whose two largest dims have at least this size keep row and column statistics only."""
+    """Adafactor: matrices with at least so many rows and columns keep statistics of these only."""
     newton_schulz_steps: int = 5
     """Muon: iterations that bring a momentum matrix near an orthogonal one."""
     weight_decay: float = 0.1

@@ -79,6 +79,13 @@ def reduce_scatter(x: jax.Array, axes: Iterable[str], dim: int) -> jax.Array:
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
 
 
+def all_to_all(x: jax.Array, axes: Iterable[str], split_dim: int, concat_dim: int) -> jax.Array:
+    """Part i of `split_dim` goes to rank i of the axes, and the parts that arrive are put together along `concat_dim`."""
+    axes = active(axes)
+    with scope("all_to_all", axes):
+        return lax.all_to_all(x, axes, split_dim, concat_dim, tiled=True) if axes else x
+
+
 # ------------------------------------------------------------------ tokens: sequence parallelism over tp
 def gather_tokens(x_BtD: jax.Array) -> jax.Array:
     """[B, T/tp, ...] -> [B, T, ...]; its transpose sums the ranks' partial cotangents and scatters them."""

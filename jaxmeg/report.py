@@ -21,8 +21,11 @@ from jaxmeg.config import Axis
 from jaxmeg.layout import is_leaf_layout, layout_rows
 from jaxmeg.mesh import format_mesh
 from jaxmeg.optim.build import decay_mask
+from jaxmeg.optim.moments import moment_bytes
+from jaxmeg.optim.traffic import update_lines
 from jaxmeg.pipeline.schedules import simulate
 from jaxmeg.setup import Setup
+from jaxmeg.state import moments
 
 console = Console(highlight=False)
 
@@ -74,6 +77,8 @@ def print_setup(setup: Setup) -> None:
     decays = jax.tree.leaves(decay_mask(setup.model.dims))
     line(f"optimizer   {config.optim.name}, peak lr {config.optim.lr:g} after {config.optim.warmup} updates, then {config.optim.schedule}; "
          f"decay {config.optim.weight_decay:g} on {sum(decays)} of {len(decays)} leaves (--show_layout lists them)")
+    for text in update_lines(config.optim, setup.layout, r.arch.vocab_size):
+        line(f"            {text}")
 
 
 def percent(share: Fraction | float) -> str:
@@ -91,8 +96,9 @@ def print_layout(setup: Setup) -> None:
     wide = Console(highlight=False, width=max(console.width, 170))
     wide.print(table)
     whole = sum(row.bytes_per_device for row in rows if row.note)
-    wide.print(f"total {sum(row.bytes_per_device for row in rows):,} bytes of fp32 parameters a device, and twice that of AdamW moments; "
-               f"{whole:,} of them ZeRO could not shard")
+    wide.print(f"total {sum(row.bytes_per_device for row in rows):,} bytes of fp32 parameters a device, and "
+               f"{moment_bytes(moments(setup), setup.layout):,} of {setup.config.optim.name} moments; "
+               f"{whole:,} of the parameters' ZeRO could not shard")
 
 
 class Progress:

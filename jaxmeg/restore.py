@@ -75,6 +75,8 @@ def _read(folder: Path, manifest: Manifest, leaves: Mapping[str, CanonicalLeaf],
     listed = {name: leaf for item in items for name, leaf in by_item(manifest.leaves).get(item, {}).items()}
     _refuse(folder, leaf_problems(stored, wanted), fix)
     _refuse(folder, leaf_problems(listed, wanted), "the manifest does not describe the arrays: give another step")
+    for item, part in items.items():
+        _check_size(folder / item, sum(leaf.num_bytes for leaf in part.values()))
     arrays = {name: x for item, part in items.items() for name, x in _read_arrays(folder / item, part).items()}
     sums = checksums(arrays)
     damaged = [f"{name} does not have its checksum" for name, leaf in listed.items() if sums[name] != leaf.checksum]
@@ -90,6 +92,13 @@ def _stored_leaves(folder: Path) -> dict[str, Leaf]:
     except (OSError, ValueError, KeyError) as error:
         raise RestoreError(f"{folder} cannot be read ({_line(error)}): give another step") from error
     return {name: Leaf(shape=tuple(x.shape), dtype=str(np.dtype(x.dtype))) for name, x in flatten(tree).items()}
+
+
+def _check_size(folder: Path, needed: int) -> None:
+    """Files hold arrays uncompressed, so that missing or shortened ones are seen before they are read."""
+    held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    if held < needed:
+        raise RestoreError(f"{folder} has files of {held:,} bytes for arrays of {needed:,}: some are missing or cut short: give another step")
 
 
 def _read_arrays(folder: Path, leaves: Mapping[str, CanonicalLeaf]) -> dict[str, jax.Array]:

@@ -101,6 +101,6 @@ def build(config: Config, devices: Sequence[Any], platform: str | None = None, o
         config=config, resolved=resolved, mesh=mesh, model=model, layout=layout, placement=placement,
         table=user_table(resolved.user_schedule)[0] if resolved.user_schedule else make_table(
             resolved.schedule or "1f1b", resolved.mesh[Axis.PP], resolved.chunks, resolved.num_microbatches),
-        optimizer=make_optimizer(config.optim, config.train.steps, dims),
+        optimizer=make_optimizer(config.optim, config.train.steps, layout, arch.vocab_size),
         learning_rate=learning_rate(config.optim, config.train.steps),
         compute=compute, kernel_reason=reason)

@@ -165,7 +165,8 @@ def make_train_step(setup: Setup, gradients: Callable[..., Any] | None = None) -
             with jax.named_scope("clip"):
                 factor = jnp.minimum(1.0, optim.clip_norm / jnp.maximum(norm, 1e-12))
                 grads = jax.tree.map(lambda g: g * factor, grads)
-        with jax.named_scope("update"), jax.numpy_dtype_promotion("standard"):  # optax multiplies float by int
+        matmul = jax.default_matmul_precision(None if precision.matmul == "default" else precision.matmul)  # of Muon
+        with jax.named_scope("update"), matmul, jax.numpy_dtype_promotion("standard"):  # optax multiplies float by int
             changes, opt_state = setup.optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, changes)
             lr = jnp.asarray(setup.learning_rate(state.updates), jnp.float32)

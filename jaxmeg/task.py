@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxmeg.config import Config
-from jaxmeg.data.dataset import Dataset, open_data
+from jaxmeg.data.dataset import Dataset, Rows, open_data
 from jaxmeg.data.loader import batches, read_ahead
 from jaxmeg.data.report import print_reports
 from jaxmeg.data.source import RowSource, RowStream, open_rows
@@ -35,9 +35,7 @@ class Task:
     step: Any
     """The jitted train step."""
     read: Callable[[int, int], Iterator[tuple[int, Any]]]
-    """(first update, rows consumed before it) -> (update, host batch), to the last update of the run."""
-    place: Callable[[Any], Any]
-    """A host batch, on the devices."""
+    """(first update, rows consumed before it) -> (update, its batch on the devices), to the last update of the run."""
     evaluate: Evaluate | None
     """params -> (mean loss, tokens or weight), or None where no rows are kept for it."""
     data: dict[str, Any]
@@ -62,11 +60,14 @@ def text_task(config: Config, devices: Sequence[Any]) -> Task:
     _check_vocabulary(setup, training, validation)
     M, size = setup.resolved.num_microbatches, config.data.global_batch
     mine = local_rows(setup, size, M)
+
+    def place(rows: Rows) -> Any:
+        return place_rows(setup, rows.inputs, rows.labels, rows.mask, M, rows.segments)
+
     datasets = [dataset for dataset in (training, validation) if dataset is not None]
     return Task(
         setup=setup, init=lambda: init_state(setup, config.train.seed), step=make_train_step(setup),
-        read=lambda first, consumed: batches(training, size, first, config.train.steps, mine, config.data.prefetch, consumed),
-        place=lambda rows: place_rows(setup, rows.inputs, rows.labels, rows.mask, M, rows.segments),
+        read=lambda first, consumed: batches(training, size, first, config.train.steps, mine, config.data.prefetch, consumed, place),
         evaluate=None if validation is None else _text_evaluate(setup, validation),
         data={dataset.report.split: dataset.report.as_dict() for dataset in datasets},
         print_data=lambda console: print_reports(console, *(dataset.report for dataset in datasets)),
@@ -98,11 +99,11 @@ def own_task(config: Config, devices: Sequence[Any], module: Any, loss: Loss, so
 
     def read(first: int, consumed: int) -> Iterator[tuple[int, Any]]:
         def one(update: int) -> Any:
-            return stream.training(consumed + (update - first) * size + np.arange(size))
+            return place(stream.training(consumed + (update - first) * size + np.arange(size)))
         return read_ahead(one, first, config.train.steps, config.data.prefetch)
 
     return Task(
-        setup=setup, init=lambda: own_state(setup), step=make_train_step(setup, own_gradients(setup, loss)), read=read, place=place,
+        setup=setup, init=lambda: own_state(setup), step=make_train_step(setup, own_gradients(setup, loss)), read=read,
         evaluate=_own_evaluate(setup, loss, stream, place) if stream.num_validation else None,
         data={"rows": len(source), "training": stream.num_training, "validation": stream.num_validation},
         print_data=lambda console: console.print(

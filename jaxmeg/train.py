@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -98,7 +97,7 @@ def _run(task: Task, watch: Watch) -> Result:
     with (closing(batches), StopSignal() as stop, Progress(setup, first) as progress,
           Log(folder, tensorboard=config.record.tensorboard, resume_step=first or None, enabled=jax.process_index() == 0) as log,
           Checkpoints(setup, folder, config.checkpoint, extra) as checkpoints):
-        n, rows = _next(batches, task)
+        n, rows = next(batches)
         compiled, compile_seconds = _compile(task, state, rows, watch)
         journal, late = Journal(setup, log, progress, watch), Late[Metrics]()
 
@@ -128,7 +127,7 @@ def _run(task: Task, watch: Watch) -> Result:
                 if last or told:
                     break
                 with late.apart("data_wait"):
-                    n, rows = _next(batches, task)
+                    n, rows = next(batches)
         text = task.sample(state.params) if last else None
         checkpoints.wait()
         journal.committed(checkpoints.check())
@@ -145,11 +144,6 @@ def _run(task: Task, watch: Watch) -> Result:
     if not last:
         console.print(f"stopped     after update {n + 1} of {steps}: go on with --resume {folder}", soft_wrap=True)
     return result
-
-
-def _next(batches: Iterator[tuple[int, Any]], task: Task) -> tuple[int, Any]:
-    n, host = next(batches)
-    return n, task.place(host)
 
 
 def _due(step: int, every: int) -> bool:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,6 @@ from jaxmeg.config import (
 )
 from jaxmeg.manifest import find_step, read_manifest
 from jaxmeg.record.compiles import Watch
-from jaxmeg.setup import build
-from jaxmeg.step import place_rows
 from jaxmeg.task import text_task
 from jaxmeg.train import RunError, run
 
@@ -135,12 +134,13 @@ def test_a_late_compilation_is_reported(tmp_path, capsys):
     config = Config(model=ModelConfig(preset="toy", num_layers=1), mesh=MeshConfig(dp=1), data=DataConfig(seq_len=16, global_batch=4),
                     train=TrainConfig(steps=6, eval_every=0, eval_rows=2, sample_tokens=0, out=str(tmp_path / "run")),
                     record=RecordConfig(tensorboard=False))
-    setup, numbers = build(config, jax.devices()[:1]), iter(range(100))
+    task = text_task(config, jax.devices()[:1])
 
-    def place(rows: Any) -> Any:
-        if next(numbers) == 4:
-            jax.jit(slow_to_compile)(jnp.arange(7.0))
-        return place_rows(setup, rows.inputs, rows.labels, rows.mask, 1)
+    def read(first: int, consumed: int) -> Iterator[tuple[int, Any]]:
+        for n, rows in task.read(first, consumed):
+            if n == 4:
+                jax.jit(slow_to_compile)(jnp.arange(7.0))
+            yield n, rows
 
     def slow_to_compile(x: jax.Array) -> jax.Array:
         for i in range(300):
@@ -148,7 +148,7 @@ def test_a_late_compilation_is_reported(tmp_path, capsys):
         return x
 
     with Watch() as watch:
-        train_module._run(replace(text_task(config, jax.devices()[:1]), place=place), watch)
+        train_module._run(replace(task, read=read), watch)
     assert "step 5: slow_to_compile was compiled in the run (" in capsys.readouterr().err
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if record.get("compiled") == "slow_to_compile"] == [5]

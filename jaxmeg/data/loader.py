@@ -7,7 +7,7 @@ where it is installed, so nothing that must stay free of jax may import this mod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grain
 import numpy as np
@@ -20,15 +20,16 @@ MAX_THREADS = 4  # reading holds Python's lock for most of the time
 
 
 def batches(dataset: Dataset, global_batch: int, first_update: int, last_update: int, positions: np.ndarray, prefetch: int,
-            first_row: int | None = None) -> Iterator[tuple[int, Rows]]:
+            first_row: int | None = None, place: Callable[[Rows], Any] = lambda rows: rows) -> Iterator[tuple[int, Any]]:
     """(update, its rows) for the updates first_update to last_update - 1.
 
     positions: the rows of a global batch that this process reads, int64 [rows], from 0 to global_batch - 1. prefetch: updates that are
     read ahead. first_row: number in the stream of the first row of first_update, which is the rows consumed before it; None is
-    first_update * global_batch, which holds when the batch has always had this size.
+    first_update * global_batch, which holds when the batch has always had this size. place: what is done with the rows of an update in the
+    thread that has read them, such as putting them on the devices.
     """
     offset = 0 if first_row is None else first_row - first_update * global_batch
-    return read_ahead(lambda update: dataset.rows(offset + update * global_batch + positions), first_update, last_update, prefetch)
+    return read_ahead(lambda update: place(dataset.rows(offset + update * global_batch + positions)), first_update, last_update, prefetch)
 
 
 def read_ahead(read: Callable[[int], T], first_update: int, last_update: int, prefetch: int) -> Iterator[tuple[int, T]]:

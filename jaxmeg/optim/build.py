@@ -55,10 +55,7 @@ def make_optimizer(config: OptimConfig, num_updates: int, layout: Layout, vocab_
     Lion's of 1, Adafactor's at most that of the parameter, SGD's is the momentum's.
     layout: where the parameters live. vocab_size: rows of the vocabulary that are no padding, if there is one.
     """
-    if not isinstance(layout, Layout):  # until setup.py hands the layout over
-        dims = layout
-    else:
-        dims = layout.map(lambda leaf: leaf.dims)
+    dims = layout.map(lambda leaf: leaf.dims)
     return optax.chain(
         _rule(config, layout, dims, vocab_size),
         optax.add_decayed_weights(config.weight_decay, decay_mask(dims)),

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
+from jaxmeg import parallel
 from jaxmeg.layout import Layout, LeafLayout, is_leaf_layout
 from jaxmeg.optim.matrices import Matrix, cuts, multiplied_matrix
 
@@ -56,11 +57,11 @@ def _orthogonal(leaf: LeafLayout, matrix: Matrix, x: jax.Array, steps: int) -> j
     count = len(x)
     x = jnp.pad(x, [(0, -count % ranks), *[(0, 0)] * (len(shape) - own)])
     for axes, dim in cut:
-        x = jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=dim, tiled=True)
+        x = parallel.all_to_all(x, axes, 0, dim)
     num_rows = prod(x.shape[1 : 1 + len(matrix.rows)])
     x = newton_schulz(x.reshape(len(x), num_rows, -1), steps).reshape(x.shape)
     for axes, dim in reversed(cut):
-        x = jax.lax.all_to_all(x, axes, split_axis=dim, concat_axis=0, tiled=True)
+        x = parallel.all_to_all(x, axes, dim, 0)
     return x[:count].reshape(shape)
 
 
