@@ -71,20 +71,20 @@ class Microbatches:
 
     def __call__(self, batch: Batch, fill: bool = False) -> tuple[Batch, jax.Array]:
         """fill: fewer rows than data.global_batch are filled up with rows that do not count."""
-        leaves = jax.tree_util.tree_leaves_with_path(batch)
-        sizes = {jax.tree_util.keystr(path, simple=True, separator="."): np.shape(x)[:1] for path, x in leaves}
-        num_rows = next(iter(sizes.values()), ())
+        sizes = {jax.tree_util.keystr(path, simple=True, separator="."): np.shape(x)[0] if np.ndim(x) else 0
+                 for path, x in jax.tree_util.tree_leaves_with_path(batch)}
+        num_rows = next(iter(sizes.values()), 0)
         for path, size in sizes.items():
-            if size != num_rows or not size or (size != (self.rows,) and not (fill and size[0] < self.rows)):
-                raise BatchError(f"batch leaf {path or 'array'} has {size[0] if size else 'no'} rows, and data.global_batch={self.rows}: "
+            if size != num_rows or size > self.rows or not size or (size < self.rows and not fill):
+                raise BatchError(f"batch leaf {path or 'array'} has {size} rows, and data.global_batch={self.rows}: "
                                  f"give each step {self.rows} rows in every leaf")
-        missing = self.rows - num_rows[0]
+        missing = self.rows - num_rows
 
         def one(x: Any) -> jax.Array:
             x = np.asarray(x)
             return place(self.setup, np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))[self.mine], self.num)
 
-        return jax.tree.map(one, batch), one(np.arange(num_rows[0]) >= 0)
+        return jax.tree.map(one, batch), one(np.ones(num_rows, bool))
 
 
 class Engine:

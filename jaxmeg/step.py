@@ -64,7 +64,9 @@ class Metrics(NamedTuple):
 def place_rows(setup: Setup, inputs: np.ndarray, labels: np.ndarray, mask: np.ndarray, num_microbatches: int,
                segments: np.ndarray | None = None) -> Rows:
     """Put a host batch of [rows, T] arrays on the devices. With several processes each passes the rows of `local_rows`."""
-    return Rows(*(None if x is None else place(setup, x, num_microbatches) for x in (inputs, labels, mask, segments)))
+    M = num_microbatches
+    return Rows(place(setup, inputs, M), place(setup, labels, M), place(setup, mask, M),
+                None if segments is None else place(setup, segments, M))
 
 
 def place(setup: Setup, local: np.ndarray, num_microbatches: int) -> jax.Array:
@@ -80,8 +82,8 @@ def local_rows(setup: Setup, num_rows: int, num_microbatches: int) -> np.ndarray
     """Which rows of a batch of `num_rows` this process reads, int64, in the order that `place_rows` takes them."""
     per_microbatch = num_rows // num_microbatches
     sharding = NamedSharding(setup.mesh, ROWS)
-    mine = {i for _, rows in sharding.addressable_devices_indices_map((num_microbatches, per_microbatch)).values()
-            for i in range(*rows.indices(per_microbatch))}
+    slices = sharding.addressable_devices_indices_map((num_microbatches, per_microbatch)).values()
+    mine = {i for index in slices if index is not None for i in range(*index[1].indices(per_microbatch))}
     return (np.arange(num_microbatches)[:, None] * per_microbatch + np.array(sorted(mine))[None]).reshape(-1)
 
 

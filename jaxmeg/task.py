@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class Task:
     init: Callable[[], TrainState]
     step: Any
     """The jitted train step."""
-    read: Callable[[int, int], Iterator[tuple[int, Any]]]
+    read: Callable[[int, int], Generator[tuple[int, Any], None, None]]
     """(first update, rows consumed before it) -> (update, its batch on the devices), to the last update of the run."""
     evaluate: Evaluate | None
     """params -> (mean loss, tokens or weight), or None where no rows are kept for it."""
@@ -97,7 +97,7 @@ def own_task(config: Config, devices: Sequence[Any], module: Any, loss: Loss, so
     stream = open_rows(source, config.train.seed, config.data.validation_fraction)
     size, place = config.data.global_batch, Microbatches(setup)
 
-    def read(first: int, consumed: int) -> Iterator[tuple[int, Any]]:
+    def read(first: int, consumed: int) -> Generator[tuple[int, Any], None, None]:
         def one(update: int) -> Any:
             return place(stream.training(consumed + (update - first) * size + np.arange(size)))
         return read_ahead(one, first, config.train.steps, config.data.prefetch)

@@ -187,7 +187,7 @@ def files(config: Config) -> Iterator[str]:
 
 def _data_files(config: Config) -> Iterator[str]:
     for key in ("train", "validation"):
-        value = value_of(config, f"data.{key}")
+        value: str | dict[str, float] | None = getattr(config.data, key)
         weights = value if isinstance(value, dict) else {value: 1.0} if value is not None else {}
         for path, weight in weights.items():
             if not Path(path).exists() and not (Path(f"{path}.bin").is_file() and Path(f"{path}.idx").is_file()):

@@ -6,7 +6,7 @@ where it is installed, so nothing that must stay free of jax may import this mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import grain
@@ -20,7 +20,7 @@ MAX_THREADS = 4  # reading holds Python's lock for most of the time
 
 
 def batches(dataset: Dataset, global_batch: int, first_update: int, last_update: int, positions: np.ndarray, prefetch: int,
-            first_row: int | None = None, place: Callable[[Rows], Any] = lambda rows: rows) -> Iterator[tuple[int, Any]]:
+            first_row: int | None = None, place: Callable[[Rows], Any] = lambda rows: rows) -> Generator[tuple[int, Any], None, None]:
     """(update, its rows) for the updates first_update to last_update - 1.
 
     positions: the rows of a global batch that this process reads, int64 [rows], from 0 to global_batch - 1. prefetch: updates that are
@@ -32,7 +32,7 @@ def batches(dataset: Dataset, global_batch: int, first_update: int, last_update:
     return read_ahead(lambda update: place(dataset.rows(offset + update * global_batch + positions)), first_update, last_update, prefetch)
 
 
-def read_ahead(read: Callable[[int], T], first_update: int, last_update: int, prefetch: int) -> Iterator[tuple[int, T]]:
+def read_ahead(read: Callable[[int], T], first_update: int, last_update: int, prefetch: int) -> Generator[tuple[int, T], None, None]:
     """(update, read(update)) for the updates first_update to last_update - 1, at most `prefetch` of them before they are asked for."""
     options = grain.ReadOptions(num_threads=min(prefetch, MAX_THREADS), prefetch_buffer_size=prefetch)
     iterator = iter(grain.MapDataset.range(first_update, last_update).map(lambda update: (update, read(update))).to_iter_dataset(options))
