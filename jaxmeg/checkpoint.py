@@ -10,6 +10,7 @@ Host memory: one copy of what this process holds, replicas once. Device memory: 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import resource
@@ -92,6 +93,8 @@ class Checkpoints:
         self._failure: SaveError | None = None  # not reported yet
         self._last_failure: SaveError | None = None  # of the newest save, reported or not
         self._committed: Committed | None = None
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(_without_tracebacks)
         handlers: dict[str, Any] = {item: array_handler() for item in ITEMS} | {ITEM: ocp.JsonCheckpointHandler(FILE)}
         options = ocp.options.AsyncOptions(timeout_secs=TIMEOUT_SECONDS, create_directories_asynchronously=False)
         self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers), async_options=options)
@@ -240,8 +243,13 @@ class Checkpoints:
         room = _free_bytes(self._folder) + sum(read_manifest(step_folder(self._run, step)).num_bytes for step in have)
         if room < count * self._num_bytes:
             _warn(f"{self._folder} has room for {_megabytes(room)}, and {count} checkpoints of {_megabytes(self._num_bytes)} need "
-                  f"{_megabytes(count * self._num_bytes)} (checkpoint.keep={config.keep}, keep_best={config.keep_best}, one in the making): "
+                  f"{_megabytes(count * self._num_bytes)} (checkpoint.keep={config.keep}, keep_best={config.keep_best}, one being made): "
                   "make room, or saves will fail")
+
+
+def _without_tracebacks(record: logging.LogRecord) -> bool:
+    """Orbax prints a failed save with its stack; we say what failed ourselves."""
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname + record.getMessage()
 
 
 def peak_host_bytes() -> int:
@@ -264,7 +272,7 @@ def _reason(error: BaseException) -> tuple[int | None, str]:
     """The system's error number and words where an error has them, else the first line of its text."""
     cause: BaseException | None = error
     while cause is not None:
-        found = re.search(r"\[OS error (\d+)", str(cause))  # from tensorstore
+        found = re.search(r"os_error_code='(\d+)'", str(cause))  # from tensorstore
         number = cause.errno if isinstance(cause, OSError) else int(found[1]) if found else None
         if number:
             return number, os.strerror(number)

@@ -31,7 +31,9 @@ class RunError(RuntimeError):
 class Journal:
     """Writes the run's record step by step."""
 
-    def __init__(self, setup: Setup, log: Log, progress: Progress, watch: Watch):
+    def __init__(self, setup: Setup, log: Log, progress: Progress, watch: Watch, loss_before: float | None = None):
+        """loss_before: of the step that a resumed run goes on from."""
+        self.loss_before = loss_before
         self.setup, self.log, self.progress, self.watch = setup, log, progress, watch
         self.speed, self.devices = speed_of(setup), list(setup.mesh.devices.flat)
         self.losses: list[float] = []
@@ -53,6 +55,8 @@ class Journal:
                 "loss_scale": float(metrics.loss_scale), "step_s": seconds.step, "data_wait_s": seconds.data_wait,
                 "evaluate_s": seconds.evaluate, "save_s": seconds.save, "profile_s": seconds.profile,
                 **self.speed.rates(seconds.training), **memory_record(self.devices)}
+            if not self.losses and self.loss_before is not None:
+                self._compare_with_before(record)
             self.losses.append(record["loss"])
             self.seconds += seconds.training
             self.applied = record["applied"]
@@ -78,6 +82,13 @@ class Journal:
         if what not in self.seen:
             self.watch.new()
             self.seen.add(what)
+
+    def _compare_with_before(self, record: dict[str, Any]) -> None:
+        """A run that goes on starts about where it stopped; one that has lost its weights does not."""
+        loss, before = record["loss"], self.loss_before or 0.0
+        if loss > before + max(0.5, 0.25 * before):
+            print(f"warning: step {record['step']}: loss {loss:.4f}, and it was {before:.4f} when the run stopped: see that --resume names "
+                  "the right run and that the data is the same", file=sys.stderr)
 
     def dispatched(self, step: int) -> None:
         """Report what has been compiled since the step before, except on the first two steps of this start."""

@@ -6,6 +6,8 @@ A rich progress bar on a terminal, plain lines elsewhere.
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -141,6 +143,19 @@ class Progress:
     def validation(self, step: int, loss: float, count: float) -> None:
         unit = "" if self.unit == "rows" else " nats a token"
         console.print(f"step {step:>5}/{self.steps}  validation loss {loss:.4f}{unit} over {count:,.0f} {self.unit}", soft_wrap=True)
+
+
+def tokenizing() -> Callable[[int, int, int], None]:
+    """Told bytes read, bytes in all and tokens so far, says so every two seconds: text is tokenised once, before the first run on it."""
+    said = time.monotonic()
+
+    def tell(done: int, total: int, tokens: int) -> None:
+        nonlocal said
+        if time.monotonic() - said > 2:
+            said = time.monotonic()
+            console.print(f"tokenising  {done / 1e6:,.0f} of {total / 1e6:,.0f} MB: {tokens:,} tokens", soft_wrap=True)
+
+    return tell
 
 
 def print_sample(prompt: str, text: str) -> None:

@@ -19,6 +19,7 @@ from jaxmeg.data.tokenizer import Tokenizer, load_tokenizer
 from jaxmeg.engine import Microbatches, own_setup, own_state
 from jaxmeg.evaluate import make_evaluate, sample
 from jaxmeg.own_step import Loss, make_own_eval_step, own_gradients
+from jaxmeg.report import tokenizing
 from jaxmeg.setup import Setup, build
 from jaxmeg.state import TrainState, init_state
 from jaxmeg.step import local_rows, make_train_step, place_rows
@@ -56,7 +57,7 @@ class Task:
 def text_task(config: Config, devices: Sequence[Any]) -> Task:
     """The decoder of `config.model` on the documents of `config.data`. Raises DataError."""
     setup = build(config, devices)
-    training, validation = open_data(config.data, config.train.seed)
+    training, validation = open_data(config.data, config.train.seed, tokenizing())
     _check_vocabulary(setup, training, validation)
     M, size = setup.resolved.num_microbatches, config.data.global_batch
     mine = local_rows(setup, size, M)

@@ -25,7 +25,7 @@ from jaxmeg.record.cache import outcome, set_up_cache
 from jaxmeg.record.compiles import Watch
 from jaxmeg.record.folder import new_folder, reopen_folder
 from jaxmeg.record.late import Late
-from jaxmeg.record.log import Log
+from jaxmeg.record.log import Log, logged_loss
 from jaxmeg.record.memory import describe, memory_lines
 from jaxmeg.record.profile import Profile, compiler_options
 from jaxmeg.record.speed import speed_of
@@ -93,13 +93,14 @@ def _run(task: Task, watch: Watch) -> Result:
     first, steps = int(state.step), config.train.steps
     folder = _folder(setup)
     extra = {"tokenizer": task.tokenizer.fingerprint if task.tokenizer else None, "data": task.data}
+    loss_before = logged_loss(folder, first) if first else None
     batches = task.read(first, consumed)
     with (closing(batches), StopSignal() as stop, Progress(setup, first) as progress,
           Log(folder, tensorboard=config.record.tensorboard, resume_step=first or None, enabled=jax.process_index() == 0) as log,
           Checkpoints(setup, folder, config.checkpoint, extra) as checkpoints):
         n, rows = next(batches)
         compiled, compile_seconds = _compile(task, state, rows, watch)
-        journal, late = Journal(setup, log, progress, watch), Late[Metrics]()
+        journal, late = Journal(setup, log, progress, watch, loss_before), Late[Metrics]()
 
         def settle() -> None:
             journal.steps(late.flush())

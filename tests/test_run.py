@@ -72,6 +72,18 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(sources, straight, tmp_path):
     assert records(tmp_path, "grad_norm") == records(straight, "grad_norm")
 
 
+def test_a_run_that_starts_from_other_weights_says_so(sources, tmp_path):
+    """The loss that was written down for the step of the checkpoint is far below the next: one line says so."""
+    short = [*TINY, *sources, "--lr", "1e-2", "--steps", str(STEPS)]
+    assert train(*short, "--train.stop_after", "8", cwd=tmp_path).returncode == 0
+    metrics = tmp_path / "runs" / "demo" / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    low = [record | ({"loss": 0.5} if record.get("step") == 8 and "loss" in record else {}) for record in lines]
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in low))
+    rest = train("--resume", "runs/demo", cwd=tmp_path)
+    assert rest.returncode == 0 and "warning: step 9: loss" in rest.stderr and "it was 0.5000 when the run stopped" in rest.stderr
+
+
 def in_two_processes(*arguments: str, cwd: Path) -> list[subprocess.CompletedProcess[str]]:
     with socket.socket() as free:
         free.bind(("localhost", 0))

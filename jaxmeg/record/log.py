@@ -86,6 +86,14 @@ def _json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def logged_loss(folder: Path, step: int) -> float | None:
+    """The loss that was written down for a step; None where there is none."""
+    path = folder / METRICS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    losses = [json.loads(line).get("loss") for line in lines if _step(line) == step]
+    return next((loss for loss in losses if loss is not None), None)
+
+
 def keep_until(path: Path, step: int) -> None:
     """Drop the lines after update `step`, and a last line that a crash cut short. The file is replaced in one move."""
     kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= step]
