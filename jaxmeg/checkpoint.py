@@ -18,6 +18,7 @@ import shutil
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +31,19 @@ import orbax.checkpoint as ocp
 from jaxmeg.agree import any_process, together
 from jaxmeg.canonical import Leaves, canonical_leaves, checksums, flatten, to_canonical
 from jaxmeg.config import CheckpointConfig
-from jaxmeg.manifest import FILE, FOLDER, ITEM, CheckpointError, Leaf, Manifest, complete_steps, left_over, read_manifest, step_folder
+from jaxmeg.manifest import (
+    FILE,
+    FOLDER,
+    ITEM,
+    CheckpointError,
+    Leaf,
+    Manifest,
+    complete_steps,
+    left_over,
+    read_manifest,
+    step_folder,
+    steps_to_keep,
+)
 from jaxmeg.setup import Setup
 from jaxmeg.state import TrainState
 
@@ -67,7 +80,7 @@ class Committed(NamedTuple):
 
 def array_handler() -> ocp.PyTreeCheckpointHandler:
     """How arrays are stored. Uncompressed: fp32 weights would shrink by 8 percent and take four times as long. Whole shards of
-    one replica: parts of them from each would be cut out by a program of their own."""
+    one replica: parts from each replica would be cut out by as many programs (and see google/orbax#2090)."""
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     return ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
@@ -82,6 +95,8 @@ class Checkpoints:
 
         Raises SaveError if the folder cannot be written; too little room is a warning.
         """
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(_without_tracebacks)
         self._setup, self._config, self._extra = setup, config, dict(extra)
         self._run, self._folder = run.resolve(), run.resolve() / FOLDER
         self._leaves = canonical_leaves(setup)
@@ -92,9 +107,7 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._failure: SaveError | None = None  # not reported yet
         self._last_failure: SaveError | None = None  # of the newest save, reported or not
-        self._committed: Committed | None = None
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).addFilter(_without_tracebacks)
+        self._committed: deque[Committed] = deque()  # not reported yet
         handlers: dict[str, Any] = {item: array_handler() for item in ITEMS} | {ITEM: ocp.JsonCheckpointHandler(FILE)}
         options = ocp.options.AsyncOptions(timeout_secs=TIMEOUT_SECONDS, create_directories_asynchronously=False)
         self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers), async_options=options)
@@ -118,16 +131,19 @@ class Checkpoints:
     def save(self, state: TrainState, step: int, rows: int, validation_loss: float | None = None) -> Saved | None:
         """Begin to save the state after batch `step`, unless that was done.
 
-        rows: rows of the data consumed. validation_loss: of this very state, for `keep_best`. Raises SaveError like `check`.
+        rows: rows of the data consumed. validation_loss: of this very state, for `keep_best`. Waits for the save before.
+        Raises SaveError like `check`.
         """
         if step == self._newest:
             return None
         started = time.perf_counter()
         self.wait()
-        self.check()
+        self._report_failure()
         together("save")
         self._newest, self._last_failure = step, None
         try:
+            if any_process(jax.process_index() == 0 and _free_bytes(self._folder) < self._num_bytes):
+                raise OSError(errno.ENOSPC, "")
             stored = self._to_canonical(flatten(state))
             manifest = self._manifest(state, stored, step, rows, validation_loss)
             items: dict[str, Any] = {item: _array_args(leaves) for item, leaves in by_item(stored).items()}
@@ -138,24 +154,19 @@ class Checkpoints:
                     stored[path].delete()  # on the host by now; the writer would hold the copy until the last byte is written
         except Exception as error:
             self._failed(step, error)
-            self.check()
+            self._report_failure()
         else:
             self._thread = threading.Thread(target=self._finish, args=(step, started), name=f"checkpoint {step}")
             self._thread.start()
         return Saved(step, time.perf_counter() - started, self._num_bytes)
 
     def check(self) -> Committed | None:
-        """What has been completed since the last call. Once a step.
+        """A save that has ended since the last call; the next one if there are several. Once a step, and at the end until None.
 
         Raises SaveError if a save has failed; with on_failure=continue it is a warning, and later saves are tried.
         """
-        failure, self._failure = self._failure, None
-        if failure and self._config.on_failure == "stop":
-            raise failure
-        if failure:
-            _warn(str(failure))
-        committed, self._committed = self._committed, None
-        return committed
+        self._report_failure()
+        return self._committed.popleft() if self._committed else None
 
     def wait(self) -> None:
         """Until the save that has begun has ended, well or not."""
@@ -164,6 +175,13 @@ class Checkpoints:
             self._thread = None
 
     # ---------------------------------------------------------------- one save
+    def _report_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure and self._config.on_failure == "stop":
+            raise failure
+        if failure:
+            _warn(str(failure))
+
     def _manifest(self, state: TrainState, stored: Leaves, step: int, rows: int, validation_loss: float | None) -> Manifest:
         setup, resolved = self._setup, self._setup.resolved
         sums = checksums(stored)
@@ -181,14 +199,15 @@ class Checkpoints:
         except Exception as error:
             self._failed(step, error)
             return
-        self._committed = Committed(step, time.perf_counter() - started, self._num_bytes, peak_host_bytes())
+        self._committed.append(Committed(step, time.perf_counter() - started, self._num_bytes, peak_host_bytes()))
         if jax.process_index() == 0:
             self._remove_old()
 
     def _failed(self, step: int, error: Exception) -> None:
         if jax.process_index() == 0:
             for path in left_over(self._run):
-                shutil.rmtree(path, ignore_errors=True)
+                if path.name.startswith(f"{step}."):
+                    shutil.rmtree(path, ignore_errors=True)
         number, reason = _reason(error)
         fix = "see that the folder can be written"
         if number in _FULL:
@@ -199,17 +218,13 @@ class Checkpoints:
             f"the checkpoint of step {step} failed: {reason} in {self._folder}; {last}: {fix}, then --resume")
 
     def _remove_old(self) -> None:
-        """All but the latest and, besides, those with the lowest validation loss."""
-        steps = complete_steps(self._run)
-        losses = {step: read_manifest(step_folder(self._run, step)).validation_loss for step in steps} if self._config.keep_best else {}
-        best = sorted((loss, step) for step, loss in losses.items() if loss is not None)[: self._config.keep_best]
-        for step in set(steps[: -self._config.keep]) - {step for _, step in best}:
-            path = step_folder(self._run, step)
-            try:
-                path = path.rename(path.with_name(f"{step}.removing"))  # so that no half of it is taken for a checkpoint
-                shutil.rmtree(path)
-            except OSError as error:
-                _warn(f"the checkpoint of step {step} cannot be removed ({error.strerror}): remove {path}")
+        try:
+            keep = steps_to_keep(self._run, self._config.keep, self._config.keep_best)
+            for step in set(complete_steps(self._run)) - keep:
+                path = step_folder(self._run, step)
+                shutil.rmtree(path.rename(path.with_name(f"{step}.removing")))  # no half of it is taken for a checkpoint
+        except (OSError, CheckpointError) as error:
+            _warn(f"old checkpoints in {self._folder} cannot be removed: {error}")
 
     # ---------------------------------------------------------------- before the first step
     def _prepare(self) -> None:

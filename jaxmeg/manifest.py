@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,14 @@ def step_folder(run: Path, step: int) -> Path:
 def complete_steps(run: Path) -> list[int]:
     """Steps of the complete checkpoints of a run folder, ascending."""
     return sorted(int(entry.name) for entry in _entries(run) if entry.name.isdigit() and _is_complete(entry))
+
+
+def steps_to_keep(run: Path, keep: int, keep_best: int) -> set[int]:
+    """The latest `keep` complete steps and, besides, the `keep_best` with the lowest validation loss."""
+    steps = complete_steps(run)
+    losses = [(read_manifest(step_folder(run, step)).validation_loss, step) for step in steps] if keep_best else []
+    best = sorted((loss, step) for loss, step in losses if loss is not None and isfinite(loss))
+    return set(steps[-keep:]) | {step for _, step in best[:keep_best]}
 
 
 def left_over(run: Path) -> list[Path]:

@@ -98,7 +98,7 @@ def _check_size(folder: Path, needed: int) -> None:
     """Files hold arrays uncompressed, so that missing or shortened ones are seen before they are read."""
     held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     if held < needed:
-        raise RestoreError(f"{folder} has files of {held:,} bytes for arrays of {needed:,}: some are missing or cut short: give another step")
+        raise RestoreError(f"{folder} has files of {held:,} bytes for arrays of {needed:,}: some are gone or cut short: give another step")
 
 
 def _read_arrays(folder: Path, leaves: Mapping[str, CanonicalLeaf]) -> dict[str, jax.Array]:

@@ -6,14 +6,17 @@ processes that a test starts inherit it. `gpu_compiler_environment` is what a te
 
 import importlib.util
 import os
+from importlib.metadata import version
 
 import pytest
 
 DEVICES = 8
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# The same HLO, compiled to slower machine code in half the time: the programs are tiny and mostly compiled once.
-FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+# The same HLO, compiled to slower machine code in half the time: the programs are tiny and mostly compiled once. From jax 0.11 on such
+# code rounds bf16 in other places than optimised code, and not in the same ones in every program.
+FAST = version("jax").startswith("0.10.")
+FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true" if FAST else ""
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES} {FAST_COMPILE}".strip()
 )

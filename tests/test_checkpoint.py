@@ -22,7 +22,7 @@ from etils import epath
 
 from jaxmeg import checkpoint
 from jaxmeg.canonical import flatten
-from jaxmeg.checkpoint import Checkpoints, Committed, SaveError, array_handler
+from jaxmeg.checkpoint import Checkpoints, SaveError, array_handler
 from jaxmeg.config import CheckpointConfig, DataConfig, OptimConfig, PrecisionConfig, TrainConfig
 from jaxmeg.manifest import complete_steps, find_step, read_manifest
 from jaxmeg.restore import RestoreError, restore, restore_weights
@@ -62,10 +62,11 @@ def test_a_checkpoint_is_plain_arrays_in_model_order_and_a_manifest(tmp_path: Pa
         saved = checkpoints.save(state(), 5, rows=80, validation_loss=1.5)
         checkpoints.wait()
         committed = checkpoints.check()
+        assert checkpoints.check() is None
     want = runs.model_order(runs.setup_of(NAME), state())
     num_bytes = sum(x.nbytes for x in want.values())
     assert saved is not None and (saved.step, saved.num_bytes) == (5, num_bytes) and saved.blocked_seconds > 0
-    assert isinstance(committed, Committed) and committed.step == 5 and committed.seconds >= saved.blocked_seconds
+    assert committed is not None and committed.step == 5 and committed.seconds >= saved.blocked_seconds
     assert committed.peak_host_bytes > 2**26  # Python with jax is larger
     found = read_manifest(find_step(tmp_path))
     assert (found.step, found.updates, found.rows, found.validation_loss, found.compute, found.extra) == (
@@ -175,7 +176,7 @@ def test_files_that_are_gone_or_cut_short_are_one_line(harm: Any, tmp_path: Path
     run = shutil.copytree(runs.five(NAME).folder, tmp_path / "run")
     harm(max((find_step(run) / "training").rglob("*"), key=lambda path: path.stat().st_size))
     needed = sum(x.nbytes for name, x in runs.five(NAME).leaves.items() if not name.startswith("params."))
-    with pytest.raises(RestoreError, match=rf"training has files of [\d,]+ bytes for arrays of {needed:,}: some are missing or cut short"):
+    with pytest.raises(RestoreError, match=rf"training has files of [\d,]+ bytes for arrays of {needed:,}: some are gone or cut short"):
         restore(runs.setup_of(NAME), run)
 
 
@@ -204,7 +205,9 @@ def save_all(checkpoints: Checkpoints, losses: dict[int, float | None]) -> None:
 
 def test_the_latest_and_the_best_are_kept(tmp_path: Path) -> None:
     with open_run(tmp_path, keep=2, keep_best=2) as checkpoints:
-        save_all(checkpoints, {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: 2.5, 6: None, 7: 4.0})
+        save_all(checkpoints, {1: 3.0, 2: 1.0, 3: 2.0, 4: float("nan"), 5: 2.5, 6: None, 7: 4.0})
+        checkpoints.wait()
+        assert [done.step for done in iter(checkpoints.check, None)] == [1, 2, 3, 4, 5, 6, 7]
     assert complete_steps(tmp_path) == [2, 3, 6, 7]
     with open_run(tmp_path, keep=1) as checkpoints:  # goes on in the same folder
         assert checkpoints.latest == 7
@@ -243,7 +246,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
     done, commit = threading.Event(), WRITER.atomicity.on_commit_callback
 
     async def late(*args: Any, **kwargs: Any) -> None:
-        done.wait()
+        assert done.wait(60)
         await commit(*args, **kwargs)
 
     monkeypatch.setattr(WRITER.atomicity, "on_commit_callback", late)
@@ -285,7 +288,8 @@ with Checkpoints(setup, Path(sys.argv[1]), CheckpointConfig(), {}) as checkpoint
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux to measure peak memory")
 def test_a_save_needs_less_than_one_and_a_half_times_the_state_on_the_host(tmp_path: Path) -> None:
     """400 MB of state in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # one device, as fast as it gets
+    done = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path)], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     num_bytes, grown = map(int, done.stdout.split())
     assert num_bytes > 395e6 and grown < 1.5 * num_bytes, f"{grown / 1e6:.0f} MB for a state of {num_bytes / 1e6:.0f} MB"
@@ -384,21 +388,29 @@ def test_too_little_room_is_said_before_the_first_step(
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=500k", "none", str(folder)], capture_output=True, check=False)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=650k", "none", str(folder)], capture_output=True, check=False)
     if done.returncode:
         pytest.skip("needs the right to mount a small disk")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_keeps_the_good_checkpoint(small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One checkpoint fits on this disk and two do not."""
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")  # Orbax leaves its tasks behind
+@pytest.mark.parametrize("seen_before", [True, False])
+def test_a_full_disk_keeps_the_good_checkpoint(
+        seen_before: bool, small_disk: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """One checkpoint fits on this disk and two do not; also where the file system says that there is room (a quota)."""
     with pytest.raises(SaveError, match=r"step 8 failed: No space left on device \(.* needed, .* free\).*step 4 is complete"), \
-            open_run(small_disk, keep=1, every=4) as checkpoints:
-        assert "make room, or saves will fail" in capsys.readouterr().err
+            open_run(small_disk, keep=2, every=4) as checkpoints:
+        assert "make room, or saves will fail" in capfd.readouterr().err
         checkpoints.save(state(), 4, 64)
+        checkpoints.wait()
+        if not seen_before:
+            monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 10**9))
         checkpoints.save(state(), 8, 128)
-    assert os.listdir(small_disk / "checkpoints") == ["4"]
+    assert "Traceback" not in capfd.readouterr().err
+    with open_run(small_disk) as checkpoints:  # what its last writes left is removed when the run goes on
+        assert os.listdir(small_disk / "checkpoints") == ["4"] and checkpoints.latest == 4
     runs.same_bits(leaves_of(small_disk), runs.model_order(runs.setup_of(NAME), state()))
 
 

@@ -155,6 +155,35 @@ def test_fit_and_none_keep_pieces_whole(lengths, seq_len, packing, long_document
     assert sorted(found) == sorted(pieces)
 
 
+@settings(max_examples=200, deadline=None)
+@given(others=CASES["lengths"], rates=st.tuples(st.integers(1, 3), st.integers(1, 3)), **CASES)
+def test_rows_of_several_sources_are_filled_span_by_span(others, rates, lengths, seq_len, packing, long_documents, separate, seed):
+    """Rows of fit and none in any order over several epochs of two sources, against a loop over the spans of each row."""
+    assume(packing != "concat")
+    config = replace(CONFIG, seq_len=seq_len, packing=packing, long_documents=long_documents, separate=separate)
+    stores = {"a": store_of(lengths, "a"), "b": store_of(others, "b", 1000)}
+    for store in stores.values():
+        assume(usable_documents([range(length) for length in store.lengths.tolist()], config))
+    dataset = make_dataset([(store, float(rate)) for store, rate in zip(stores.values(), rates, strict=True)], config, seed, shuffle=True)
+    numbers = np.random.default_rng(seed).integers(0, 5 * dataset.rows_per_epoch, 25)
+    rows, separate = dataset.rows(numbers), separate or packing == "none"
+    assert dataset.rows(numbers[:0]).inputs.shape == (0, seq_len)
+    for at, number in enumerate(numbers.tolist()):
+        [(name, _, _)] = dataset.origin(np.array([number]))
+        inputs, labels, segments = [], [], []
+        for segment, (document, start, length) in enumerate(dataset.spans(number), 1):
+            tokens = stores[name].read(document, 0, int(stores[name].lengths[document])).tolist()
+            tokens = tokens[:seq_len] if long_documents == "truncate" else tokens
+            if not separate and labels:
+                labels[-1] = tokens[start]
+            inputs += tokens[start : start + length]
+            labels += [*tokens[start + 1 : start + length + 1], None][:length]
+            segments += [segment] * length
+        assert unpadded(rows, at, len(inputs)) == (inputs, labels)
+        assert not rows.labels[at][~rows.mask[at]].any()
+        assert rows.segments is None or rows.segments[at].tolist() == segments + [0] * (seq_len - len(segments))
+
+
 @pytest.mark.parametrize("packing", ["concat", "fit"])
 def test_two_documents_in_a_row_have_a_target_less_each(packing):
     """P19: documents of 5 and 7 tokens in a row of 12 are 4 + 6 = 10 targets, not 11."""

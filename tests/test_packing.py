@@ -118,6 +118,30 @@ def test_capped_rows_are_the_first_ones(packing):
     assert spans(every.capped(10_000)) == spans(every)
 
 
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 12), st.sampled_from(PACKINGS), st.booleans(), st.booleans())
+def test_where_a_label_can_stand_behind_a_span(lengths, seq_len, packing, separate, shuffle):
+    """What reading many rows at once rests on: a document goes on only at the end of a row, and only full rows have a label behind."""
+    lengths, _ = usable(np.array(lengths), seq_len, packing=packing, separate=separate, long_documents="split")
+    rows = spans(pack(lengths, seq_len, packing=packing, separate=separate, rng=np.random.default_rng(0) if shuffle else None))
+    for row in rows:
+        for (document, start, length, target), following in zip(row, [*row[1:], None], strict=True):
+            assert length >= 1 and start + length <= lengths[document]
+            if target == document:
+                assert following is None and start + length < lengths[document]
+            elif target != NO_TARGET:
+                assert packing == "concat" and not separate and start + length == lengths[document]
+                assert following is None or following[:2] == (target, 0)
+        assert row[-1][3] == NO_TARGET or sum(length for _, _, length, _ in row) == seq_len
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_rows_taken_are_those_rows(packing):
+    every = pack(np.arange(2, 40), 8, packing=packing, separate=True, rng=np.random.default_rng(1))
+    rows = [every.num_rows - 1, 3, 0, 3]
+    assert spans(every.take(np.array(rows))) == [spans(every)[row] for row in rows]
+    assert spans(every.take(np.array([], np.int64))) == []
+
+
 def test_the_cap_does_not_choose_by_length():
     """Best fit places the longest documents first; capped rows are a sample of all rows all the same."""
     lengths = np.repeat([8, 4, 2], 40)

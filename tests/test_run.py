@@ -5,7 +5,6 @@ The runs read two packed sources at 3:1 with shuffling and reading ahead, so tha
 
 import json
 import math
-import os
 import signal
 import socket
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_train import ROOT, train
+from test_train import ROOT, train, user_environment
 
 STEPS = 10
 TINY = ["--model", "toy", "--model.num_layers", "2", "--seq_len", "32", "--global_batch", "8", "--data.packing", "fit",
@@ -50,7 +49,7 @@ def straight(sources, tmp_path_factory):
 
 def test_a_run_that_is_killed_goes_on_to_the_bit(sources, straight, tmp_path):
     """SIGTERM somewhere in the middle: a checkpoint of that step, exit code 143, and the rest as if nothing had happened."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))} | {"PYTHONPATH": str(ROOT)}
+    env = user_environment()
     command = [sys.executable, "-u", str(ROOT / "scripts" / "train.py"), *TINY, *sources, "--steps", str(STEPS)]
     with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
@@ -88,8 +87,7 @@ def in_two_processes(*arguments: str, cwd: Path) -> list[subprocess.CompletedPro
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))} | {"PYTHONPATH": str(ROOT)}
-    env |= {"JAXMEG_CHECK_PROCESSES": "1"}
+    env = user_environment() | {"JAXMEG_CHECK_PROCESSES": "1"}
     shared = ["--distributed.coordinator", f"localhost:{port}", "--distributed.num_processes", "2"]
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), *arguments, *shared, "--distributed.process_id"]
     running = [subprocess.Popen([*command, str(i)], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jaxmeg.data import store as store_module
-from jaxmeg.data.store import About, DataError, MemoryStore, ReadCounts, StoreWriter, open_store
+from jaxmeg.data.split import split
+from jaxmeg.data.store import About, DataError, MemoryStore, ReadCounts, StoreWriter, open_store, ranges
 
 CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
 ABOUT = About(tokenizer="some.json", fingerprint="f00", vocab_size=300, end_token="<e>", end_id=7, sources=("a.txt", "b.txt"))
@@ -106,6 +107,55 @@ def test_reading_outside_of_a_document(tmp_path):
             with pytest.raises(IndexError):
                 store.read(*span)
         assert store.read(0, 4, 0).size == 0
+
+
+def columns(spans) -> list[np.ndarray]:
+    return list(np.array(spans, np.int64).reshape(-1, 3).T)
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("mean", [3, 1000])  # shorter and longer than LONG_SPAN
+def test_spans_are_read_one_behind_the_other(tmp_path, code, mean):
+    """Any spans in any order, some of them empty, against slices of lists; also from the two parts of a store, whose documents are cut."""
+    rng = np.random.default_rng(mean)
+    expected = [rng.integers(0, 100, length).tolist() for length in rng.integers(1, 2 * mean, 30)]
+    write_megatron(tmp_path / "wiki", code, [[ids] for ids in expected])
+    stores = [(open_store(tmp_path / "wiki"), expected), (MemoryStore("wiki", map(np.array, expected), 100), expected)]
+    training, validation = split(stores[0][0], 0.37)
+    cut, before = validation.first, validation.skip
+    assert 0 < before < len(expected[cut])
+    stores += [(training, [*expected[:cut], expected[cut][:before]]), (validation, [expected[cut][before:], *expected[cut + 1 :]])]
+    for store, documents in stores:
+        spans = []
+        for document in rng.integers(0, len(documents), 40).tolist():
+            start, end = sorted(rng.integers(0, len(documents[document]) + 1, 2).tolist())
+            spans.append((document, start, end - start))
+        spans += [(0, 0, 0), (len(documents) - 1, 0, len(documents[-1])), (0, 0, len(documents[0]))]
+        tokens = store.read_spans(*columns(spans))
+        assert tokens.dtype == np.int32
+        assert tokens.tolist() == [ids for document, start, length in spans for ids in documents[document][start : start + length]]
+        assert store.read_spans(*columns([])).tolist() == []
+        tokens[:] = -1
+        assert contents(store) == documents  # what is read is a copy
+
+
+def test_a_span_outside_of_its_document_is_named(tmp_path):
+    write_megatron(tmp_path / "wiki", 4, DOCUMENTS)
+    whole = open_store(tmp_path / "wiki")
+    training, validation = split(whole, 0.5)  # 6 tokens each, cut 1 token into the third document
+    assert (training.lengths.tolist(), validation.lengths.tolist()) == ([4, 1, 1], [6])
+    good = [(0, 0, 1), (0, 1, 0)]
+    for store, bad in ((whole, (2, 3, 5)), (whole, (3, 0, 0)), (whole, (-1, 0, 1)), (whole, (1, -1, 1)), (whole, (1, 1, -1)),
+                       (training, (2, 0, 2)), (training, (3, 0, 1)), (validation, (0, 6, 1)), (validation, (0, -1, 1))):
+        document, start, length = bad
+        with pytest.raises(IndexError, match=rf"^tokens \[{start}, {start + length}\) of document {document} are outside of th"):
+            store.read_spans(*columns([*good, bad, *good]))
+
+
+def test_ranges():
+    assert ranges(np.array([7, 3, 90, 0]), np.array([2, 0, 3, 1])).tolist() == [7, 8, 90, 91, 92, 0]
+    assert ranges(1, np.array([3, 2])).tolist() == [1, 2, 3, 1, 2]
+    assert ranges(np.array([], np.int64), np.array([], np.int64)).tolist() == []
 
 
 def test_a_store_is_pickled_by_its_path(tmp_path):

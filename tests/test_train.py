@@ -41,12 +41,16 @@ TINY = ["--model", "toy", "--seq_len", "32", "--global_batch", "8", "--train.eva
         "--train.log_every", "2"]
 
 
-def train(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """scripts/train.py in a fresh process, with the environment of a user: no device count set beforehand."""
+def user_environment() -> dict[str, str]:
+    """No device count set beforehand."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    return env | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])}
+
+
+def train(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """scripts/train.py in a fresh process, in the environment of a user."""
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), *arguments]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=cwd, env=user_environment(), capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")

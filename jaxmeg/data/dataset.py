@@ -20,7 +20,7 @@ from jaxmeg.data.packing import NO_TARGET, DocumentCounts, Packed, pack, usable
 from jaxmeg.data.prepare import Progress, open_corpus
 from jaxmeg.data.report import Report, SourceReport
 from jaxmeg.data.split import split
-from jaxmeg.data.store import DataError, Store
+from jaxmeg.data.store import DataError, Store, ranges
 from jaxmeg.data.tokenizer import load_tokenizer
 
 
@@ -43,8 +43,8 @@ class Rows:
         return Rows(inputs=np.pad(self.inputs, pad), labels=np.pad(self.labels, pad), mask=np.pad(self.mask, pad),
                     segments=None if self.segments is None else np.pad(self.segments, pad))
 
-    def take(self, index: np.ndarray) -> Rows:
-        """The rows of these indices, int64."""
+    def take(self, index: np.ndarray | slice) -> Rows:
+        """The rows of these indices, int64; those of a slice share memory with these rows."""
         return Rows(inputs=self.inputs[index], labels=self.labels[index], mask=self.mask[index],
                     segments=None if self.segments is None else self.segments[index])
 
@@ -61,9 +61,25 @@ class Source:
     order: Callable[[int], np.ndarray] | None
     """Epoch -> the rows of `packed` in the order of that epoch, int64 [rows]; None keeps their own."""
 
-    def shuffled(self, epoch: int, row: int) -> int:
-        """The row of `packed` that is row number `row` of an epoch."""
-        return row if self.order is None else int(self.order(epoch)[row])
+    def shuffled(self, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """The row of `packed` that is row number `row` of an epoch, for each (epoch, row): int64 [n], int64 [n] -> int64 [n]."""
+        if self.order is None:
+            return rows
+        shuffled = np.empty_like(rows)
+        for epoch in set(epochs.tolist()):
+            here = epochs == epoch
+            shuffled[here] = self.order(epoch)[rows[here]]
+        return shuffled
+
+    def read(self, packed: Packed) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens of all spans, one span behind the other; the token behind each row that has a target there), int32 [n] both."""
+        last = packed.last[packed.target[packed.last] != NO_TARGET]
+        target = packed.target[last]
+        start = np.where(target == packed.document[last], packed.start[last] + packed.length[last], 0)
+        tokens = self.store.read_spans(np.append(packed.document, target), np.append(packed.start, start),
+                                       np.append(packed.length, np.ones_like(target)))
+        inside, behind = np.split(tokens, [packed.length.sum()])
+        return inside, behind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,50 +115,58 @@ class Dataset:
         shape = (len(numbers), self.seq_len)
         rows = Rows(inputs=np.zeros(shape, np.int32), labels=np.zeros(shape, np.int32), mask=np.zeros(shape, bool),
                     segments=np.zeros(shape, np.int32) if self.has_segments else None)
-        for at, (index, _, row) in enumerate(self._places(numbers)):
-            self._fill(rows, at, self.sources[index], row)
-        return rows
+        index, _, row = self._places(numbers)
+        by_source = np.argsort(index, kind="stable")
+        borders = np.searchsorted(index[by_source], np.arange(len(self.sources) + 1)).tolist()
+        for source, begin, end in zip(self.sources, borders[:-1], borders[1:], strict=True):
+            if begin < end:
+                self._fill(rows.take(slice(begin, end)), source, row[by_source[begin:end]])
+        return rows if len(self.sources) == 1 else rows.take(np.argsort(by_source))
 
     def origin(self, numbers: np.ndarray) -> list[tuple[str, int, int]]:
         """(name of the source, epoch, row in the epoch before shuffling) of each number: with the seed all there is to know."""
-        return [(self.sources[index].store.name, epoch, row) for index, epoch, row in self._places(numbers)]
+        places = (column.tolist() for column in self._places(numbers))
+        return [(self.sources[index].store.name, epoch, row) for index, epoch, row in zip(*places, strict=True)]
 
     def spans(self, number: int) -> list[tuple[int, int, int]]:
         """(document of the store, first token in it, tokens) of each span of one row."""
-        [(index, _, row)] = self._places(np.array([number]))
-        packed = self.sources[index].packed
-        spans = slice(packed.first[row], packed.first[row + 1])
-        return list(zip(packed.document[spans].tolist(), packed.start[spans].tolist(), packed.length[spans].tolist(), strict=True))
+        [index], _, row = self._places(np.array([number]))
+        packed = self.sources[index].packed.take(row)
+        return list(zip(packed.document.tolist(), packed.start.tolist(), packed.length.tolist(), strict=True))
 
-    def _places(self, numbers: np.ndarray) -> list[tuple[int, int, int]]:
-        """(source, epoch, row of its packed rows) of each number."""
+    def _places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(source, epoch, row of its packed rows) of each number, int64 [numbers]."""
         index, row = self.stream.locate(np.asarray(numbers, np.int64))
         epoch, row = np.divmod(row, np.array([source.packed.num_rows for source in self.sources])[index])
-        return [(i, e, self.sources[i].shuffled(e, r)) for i, e, r in zip(index.tolist(), epoch.tolist(), row.tolist(), strict=True)]
+        for source in set(index.tolist()):
+            here = index == source
+            row[here] = self.sources[source].shuffled(epoch[here], row[here])
+        return index, epoch, row
 
-    def _fill(self, rows: Rows, at: int, source: Source, row: int) -> None:
-        """Write row number `row` of a source to rows[at]."""
-        packed, read = source.packed, source.store.read
-        inputs, labels, mask = rows.inputs[at], rows.labels[at], rows.mask[at]
-        spans = range(packed.first[row], packed.first[row + 1])
-        begin = end = 0
-        for number, span in enumerate(spans, 1):
-            document, start, length = int(packed.document[span]), int(packed.start[span]), int(packed.length[span])
-            num_labels = length if packed.target[span] == document else length - 1
-            tokens = read(document, start, num_labels + 1)
-            begin, end = end, end + length
-            inputs[begin:end] = tokens[:length]
-            labels[begin : begin + num_labels] = tokens[1:]
-            mask[begin : begin + num_labels] = True
-            if rows.segments is not None:
-                rows.segments[at, begin:end] = number
-        if not self.separate:
-            labels[: end - 1] = inputs[1:end]
-            mask[: end - 1] = True
-            target = int(packed.target[spans[-1]])
-            if target != NO_TARGET and not mask[end - 1]:
-                labels[end - 1] = read(target, 0, 1)[0]
-                mask[end - 1] = True
+    def _fill(self, rows: Rows, source: Source, row: np.ndarray) -> None:
+        """Write these rows of a source, int64 [n], to rows, which is all 0 and False before."""
+        packed = source.packed.take(row)
+        inputs, behind = source.read(packed)
+        num_spans, used = np.diff(packed.first), np.add.reduceat(packed.length, packed.first[:-1])
+        np.less(np.arange(self.seq_len, dtype=np.int32), used.astype(np.int32)[:, None], out=rows.mask)
+        _put(rows.inputs, rows.mask, inputs)
+        if rows.segments is not None:
+            _put(rows.segments, rows.mask, np.repeat(ranges(1, num_spans).astype(np.int32), packed.length))
+        rows.labels[:, :-1] = rows.inputs[:, 1:]
+        rows.labels[packed.target[packed.last] != NO_TARGET, -1] = behind
+        borders = np.arange(len(packed.target)) if self.separate else packed.last  # spans behind which a label can be missing
+        borders = borders[packed.target[borders] == NO_TARGET]
+        at = np.repeat(np.arange(len(row)), num_spans)[borders]
+        position = np.cumsum(packed.length)[borders] - (np.cumsum(used) - used)[at] - 1
+        rows.labels[at, position], rows.mask[at, position] = 0, False
+
+
+def _put(array: np.ndarray, where: np.ndarray, values: np.ndarray) -> None:
+    """array[where] = values for a bool array `where`, at a quarter of the time where that is everywhere."""
+    if array.size == values.size:
+        array[:] = values.reshape(array.shape)
+    else:
+        array[where] = values
 
 
 def open_data(config: DataConfig, seed: int, progress: Progress = lambda *_: None) -> tuple[Dataset, Dataset | None]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxmeg.data.store import ranges
+
 NO_TARGET = -1
 
 
@@ -32,11 +34,17 @@ class Packed:
     """int64 [spans], at least 1."""
     target: np.ndarray
     """int64 [spans], the document of the last label: the span's own, which goes on behind the span; in a joined stream also
-    another one, which begins there; or NO_TARGET."""
+    another one, which begins there; or NO_TARGET. A document that goes on behind its span ends the row, and a row whose last
+    span has a target is full."""
 
     @property
     def num_rows(self) -> int:
         return len(self.first) - 1
+
+    @property
+    def last(self) -> np.ndarray:
+        """int64 [rows], the last span of each row."""
+        return self.first[1:] - 1
 
     def is_shared(self) -> bool:
         """Whether any row holds two documents."""
@@ -48,9 +56,16 @@ class Packed:
         used = slice(0, first[-1])
         return Packed(first=first, document=self.document[used], start=self.start[used], length=self.length[used], target=self.target[used])
 
+    def take(self, rows: np.ndarray) -> Packed:
+        """The rows of these indices, int64 [n], in their order."""
+        counts = self.first[rows + 1] - self.first[rows]
+        spans = ranges(self.first[rows], counts)
+        return Packed(first=np.append(0, np.cumsum(counts)), document=self.document[spans], start=self.start[spans],
+                      length=self.length[spans], target=self.target[spans])
+
     def num_trained(self, separate: bool) -> int:
         """Labels that are trained in an epoch. Where documents are not separate, only the last of a row can be missing."""
-        last = self.target if separate else self.target[self.first[1:] - 1]
+        last = self.target if separate else self.target[self.last]
         return int(self.length.sum() - (last == NO_TARGET).sum())
 
 
@@ -122,7 +137,7 @@ def _pieces(documents: np.ndarray, lengths: np.ndarray, seq_len: int) -> Packed:
     """A row for each document, several for one longer than seq_len; a document's last token gets no row of its own."""
     num_pieces = np.maximum(-(-(lengths - 1) // seq_len), 1)
     document, whole = np.repeat(documents, num_pieces), np.repeat(lengths, num_pieces)
-    start = (np.arange(len(document)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)) * seq_len
+    start = ranges(0, num_pieces) * seq_len
     length = np.minimum(whole - start, seq_len)
     return Packed(first=np.arange(len(document) + 1), document=document, start=start, length=length,
                   target=np.where(start + length < whole, document, NO_TARGET))

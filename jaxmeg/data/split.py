@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxmeg.data.store import ReadCounts, Store
+from jaxmeg.data.store import ReadCounts, Store, check_spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,12 @@ class Section:
 
     def read(self, document: int, start: int, length: int) -> np.ndarray:
         """int32 [length], the tokens [start, start + length) of a document. IndexError outside of it."""
-        if not 0 <= document < len(self.lengths) or start < 0 or start + length > self.lengths[document]:
-            raise IndexError(f"tokens [{start}, {start + length}) of document {document} are outside of this part of {self.name}")
-        return self.store.read(self.first + document, start + (self.skip if document == 0 else 0), length)
+        return self.read_spans(np.array([document]), np.array([start]), np.array([length]))
+
+    def read_spans(self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """int32 [sum of lengths], `read` of each (document, start, length), one behind the other."""
+        check_spans(self.lengths, documents, starts, lengths, f"this part of {self.name}")
+        return self.store.read_spans(self.first + documents, np.where(documents == 0, starts + self.skip, starts), lengths)
 
 
 def split(store: Store, fraction: float) -> tuple[Section, Section]:

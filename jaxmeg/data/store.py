@@ -32,6 +32,7 @@ SUFFIXES = (".bin", ".json", ".idx")  # in the order in which they get their fin
 LARGEST_ID = 2**31 - 1  # tokens are read as int32
 LONGEST_SEQUENCE = 2**31 - 1  # a length is an int32; a longer document is several sequences
 SCANNED_AT_ONCE = 1 << 24
+LONG_SPAN = 256  # tokens; spans of a greater mean length are read faster as slices than by one index of all their tokens
 
 
 class DataError(ValueError):
@@ -95,23 +96,45 @@ class Store(Protocol):
         """int32 [length], the tokens [start, start + length) of a document. IndexError outside of it."""
         ...
 
+    def read_spans(self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """int32 [sum of lengths], `read` of each (document, start, length), one behind the other; the arguments are int64 [spans]."""
+        ...
 
-class MemoryStore:
+
+class _Flat:
+    """Reading where the tokens of all documents lie in one array."""
+
+    lengths: np.ndarray
+    """int64 [documents]"""
+    _tokens: np.ndarray
+    _starts: np.ndarray
+    """int64 [documents], where each document begins in _tokens."""
+
+    def read(self, document: int, start: int, length: int) -> np.ndarray:
+        return self.read_spans(np.array([document]), np.array([start]), np.array([length]))
+
+    def read_spans(self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        check_spans(self.lengths, documents, starts, lengths, "the store")
+        first = self._starts[documents] + starts
+        if lengths.sum() > LONG_SPAN * len(lengths):
+            spans = [self._tokens[begin:end] for begin, end in zip(first.tolist(), (first + lengths).tolist(), strict=True)]
+            return np.concatenate(spans).astype(np.int32)
+        return self._tokens[ranges(first, lengths)].astype(np.int32)
+
+
+class MemoryStore(_Flat):
     """A store over arrays. Empty ones are dropped and counted."""
 
     def __init__(self, name: str, documents: Iterable[np.ndarray], vocab_size: int, counts: ReadCounts | None = None):
         every = [np.array(tokens, np.int32) for tokens in documents]
         self.name, self.vocab_size = name, vocab_size
-        self._documents = [tokens for tokens in every if tokens.size]
-        self.lengths = np.array([tokens.size for tokens in self._documents], np.int64)
-        self.counts = counts or _counts(len(every), len(self._documents))
-
-    def read(self, document: int, start: int, length: int) -> np.ndarray:
-        _check_span(self.lengths, document, start, length)
-        return self._documents[document][start : start + length].copy()
+        self.lengths = np.array([tokens.size for tokens in every if tokens.size], np.int64)
+        self.counts = counts or _counts(len(every), len(self.lengths))
+        self._tokens = np.concatenate([np.empty(0, np.int32), *every])
+        self._starts = np.cumsum(self.lengths) - self.lengths
 
 
-class MappedStore:
+class MappedStore(_Flat):
     """A memory-mapped pair X.bin, X.idx. Documents without tokens are left out and counted. Pickles as its path."""
 
     def __init__(self, prefix: str, name: str):
@@ -139,11 +162,6 @@ class MappedStore:
         if self._vocab_size is None:
             self._vocab_size = _largest_id(Path(f"{self.prefix}.bin"), self._tokens) + 1
         return self._vocab_size
-
-    def read(self, document: int, start: int, length: int) -> np.ndarray:
-        _check_span(self.lengths, document, start, length)
-        first = self._starts[document] + start
-        return self._tokens[first : first + length].astype(np.int32)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MappedStore, (self.prefix, self.name)
@@ -249,13 +267,25 @@ def digest(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
+def ranges(starts: np.ndarray | int, counts: np.ndarray) -> np.ndarray:
+    """The numbers [start, start + count) of each (start, count), one behind the other: int64 [n], int64 [n] -> int64 [sum of counts]."""
+    ends = np.cumsum(counts)
+    numbers = np.repeat(starts - (ends - counts), counts)
+    numbers += np.arange(len(numbers))
+    return numbers
+
+
+def check_spans(lengths: np.ndarray, documents: np.ndarray, starts: np.ndarray, sizes: np.ndarray, where: str) -> None:
+    """IndexError for the first of these spans, int64 [spans], that is not inside of its document; lengths are those of all documents."""
+    good = (documents >= 0) & (documents < len(lengths)) & (starts >= 0) & (sizes >= 0)
+    good[good] = (starts + sizes)[good] <= lengths[documents[good]]
+    if not good.all():
+        document, start, size = (int(column[np.argmin(good)]) for column in (documents, starts, sizes))
+        raise IndexError(f"tokens [{start}, {start + size}) of document {document} are outside of {where}")
+
+
 def _counts(read: int, kept: int) -> ReadCounts:
     return ReadCounts(read=read, kept=kept, dropped={"empty": read - kept} if read > kept else {})
-
-
-def _check_span(lengths: np.ndarray, document: int, start: int, length: int) -> None:
-    if not 0 <= document < len(lengths) or start < 0 or length < 0 or start + length > lengths[document]:
-        raise IndexError(f"tokens [{start}, {start + length}) of document {document} are outside of the store")
 
 
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
