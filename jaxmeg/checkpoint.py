@@ -81,6 +81,8 @@ class Committed(NamedTuple):
 def array_handler() -> ocp.PyTreeCheckpointHandler:
     """How arrays are stored. Uncompressed: fp32 weights would shrink by 8 percent and take four times as long. Whole shards of
     one replica: parts from each replica would be cut out by as many programs (and see google/orbax#2090)."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_without_tracebacks)
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     return ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
@@ -95,8 +97,6 @@ class Checkpoints:
 
         Raises SaveError if the folder cannot be written; too little room is a warning.
         """
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).addFilter(_without_tracebacks)
         self._setup, self._config, self._extra = setup, config, dict(extra)
         self._run, self._folder = run.resolve(), run.resolve() / FOLDER
         self._leaves = canonical_leaves(setup)
@@ -263,7 +263,7 @@ class Checkpoints:
 
 
 def _without_tracebacks(record: logging.LogRecord) -> bool:
-    """Orbax prints a failed save with its stack; we say what failed ourselves."""
+    """Orbax prints what fails with its stack; we say it ourselves."""
     return record.levelno < logging.ERROR or "orbax" not in record.pathname + record.getMessage()
 
 

@@ -121,7 +121,10 @@ def start(config: Config) -> int:
     check(config, devices.count)
     if devices.message:
         print(devices.message, file=sys.stderr)
-    if devices.emulated:
+    if not devices.emulated:  # checkpoints pass through pinned memory: let XLA use what the host has instead of its 64 GB
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
+        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(memory))
+    else:
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["JAX_PLATFORMS"] = "cpu"
         local = devices.count // processes.count

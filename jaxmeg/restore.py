@@ -89,7 +89,7 @@ def _stored_leaves(folder: Path) -> dict[str, Leaf]:
     try:
         handler: Any = array_handler()
         tree = handler.metadata(folder).tree
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # Orbax raises what it meets, also plain Exception
         raise RestoreError(f"{folder} cannot be read ({_line(error)}): give another step") from error
     return {name: Leaf(shape=tuple(x.shape), dtype=str(np.dtype(x.dtype))) for name, x in flatten(tree).items()}
 
@@ -107,7 +107,7 @@ def _read_arrays(folder: Path, leaves: Mapping[str, CanonicalLeaf]) -> dict[str,
     try:
         with ocp.Checkpointer(array_handler()) as reader:
             return reader.restore(folder, args=args)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # Orbax raises what it meets, also plain Exception
         raise RestoreError(f"{folder} cannot be read ({_line(error)}): give another step") from error
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import signal
 import time
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxmeg.agree import together
 from jaxmeg.checkpoint import Checkpoints
 from jaxmeg.cli import ConfigError
 from jaxmeg.config import Config
@@ -31,6 +33,7 @@ from jaxmeg.record.profile import Profile, compiler_options
 from jaxmeg.record.speed import speed_of
 from jaxmeg.report import Progress, Result, console, print_layout, print_sample, print_setup, print_summary
 from jaxmeg.restore import restore, restore_weights
+from jaxmeg.resume import config_changes
 from jaxmeg.setup import Setup
 from jaxmeg.state import TrainState, fresh_state
 from jaxmeg.step import Metrics
@@ -117,6 +120,7 @@ def _run(task: Task, watch: Watch) -> Result:
                 journal.committed(checkpoints.check())
                 if task.evaluate and (last or _due(n + 1, config.train.eval_every)):
                     settle()
+                    together("evaluate")
                     with late.apart("evaluate"), journal.first("evaluate"):
                         validation_loss, count = task.evaluate(state.params)
                     journal.validated(n + 1, validation_loss, count)
@@ -131,7 +135,8 @@ def _run(task: Task, watch: Watch) -> Result:
                     n, rows = next(batches)
         text = task.sample(state.params) if last else None
         checkpoints.wait()
-        journal.committed(checkpoints.check())
+        while save := checkpoints.check():
+            journal.committed(save)
     if profile.updates:
         console.print(f"trace       {profile.where()}", soft_wrap=True)
     if not last and n + 1 != config.train.stop_after:
@@ -158,6 +163,8 @@ def _first_state(task: Task) -> tuple[TrainState, int]:
         state, manifest = restore(setup, Path(checkpoint.resume))
         console.print(f"resumed     {checkpoint.resume} after update {manifest.step}, {manifest.rows:,} rows of the data read",
                       soft_wrap=True)
+        for change in config_changes(manifest.config, asdict(setup.config)):
+            console.print(f"            {change}", soft_wrap=True)
         return state, manifest.rows
     if checkpoint.init_from:
         params = restore_weights(setup, Path(checkpoint.init_from))

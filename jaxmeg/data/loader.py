@@ -16,7 +16,7 @@ from jaxmeg.data.dataset import Dataset, Rows
 
 T = TypeVar("T")
 
-MAX_THREADS = 4  # reading holds Python's lock for most of the time
+MAX_THREADS = 2  # reading holds Python's lock for half of the time, and what waits for it is the loop
 
 
 def batches(dataset: Dataset, global_batch: int, first_update: int, last_update: int, positions: np.ndarray, prefetch: int,
