@@ -89,12 +89,14 @@ def read(argv: Sequence[str]) -> Config:
 
 
 def _resumed(paths: list[str], overrides: Overrides) -> tuple[list[str], Overrides]:
-    """With --resume RUN, what else is given stands on top of RUN's config, and the run goes on in its folder."""
+    """With --resume RUN, what else is given stands on top of RUN's config, and the run goes on in its folder. Another mesh
+    gets its own pipeline options, not those of the old one."""
     folder = next((value for key, value in reversed(overrides) if key == "checkpoint.resume"), None)
     if folder in (None, "null"):
         return paths, overrides
     processes = [key for key in KEYS if key.startswith("distributed.")]
-    once = dict.fromkeys(["checkpoint.init_from", "train.stop_after", "record.profile", "emulate", *processes], "null")
+    pipeline = [key for key in KEYS if key.startswith("pipeline.")] if any(key.startswith("mesh.") for key, _ in overrides) else []
+    once = dict.fromkeys(["checkpoint.init_from", "train.stop_after", "record.profile", "emulate", *processes, *pipeline], "null")
     start = [*once.items(), ("checkpoint.allow_changes", "false"), ("train.out", folder)]
     return [str(Path(folder) / "config.yaml"), *paths], [*start, *overrides]
 

@@ -127,6 +127,33 @@ def test_the_command_line_wins_over_files(tmp_path):
     assert cli.parse(["--config", write(tmp_path, "# only comments\n")]) == Config()
 
 
+def test_resume_stands_on_the_config_of_the_run(tmp_path):
+    """What belongs to one start does not come back; another mesh brings its own pipeline options; the run keeps its folder."""
+    saved = ("optim: {lr: 0.002}\nmesh: {pp: 2, tp: 2}\npipeline: {schedule: interleaved, chunks: 2}\nemulate: 4\n"
+             "train: {stop_after: 5, out: elsewhere}\ncheckpoint: {init_from: old}\ndistributed: {num_processes: 2}\n")
+    folder = Path(write(tmp_path, saved)).rename(tmp_path / "config.yaml").parent
+    same = cli.parse(["--resume", str(folder)])
+    assert (same.optim.lr, same.mesh.pp, same.pipeline.schedule, same.train.out) == (0.002, 2, "interleaved", str(folder))
+    assert (same.emulate, same.train.stop_after, same.checkpoint.init_from, same.distributed.num_processes) == (None, None, None, None)
+    other = cli.parse(["--mesh", "dp=4", "--resume", str(folder), "--lr", "1e-3"])
+    assert (other.mesh.pp, other.mesh.dp, other.pipeline.schedule, other.pipeline.chunks, other.optim.lr) == (1, 4, None, None, 1e-3)
+    assert cli.parse(["--mesh", "pp=4", "--schedule", "gpipe", "--resume", str(folder)]).pipeline.schedule == "gpipe"
+
+
+def test_a_mesh_on_the_command_line_is_the_whole_mesh(tmp_path):
+    path = write(tmp_path, "mesh: {pp: 2, tp: 2, dp: 2}\n")
+    mesh = cli.parse(["--config", path, "--mesh", "tp=4"]).mesh
+    assert (mesh.pp, mesh.tp, mesh.dp) == (1, 4, None)
+
+
+def test_config_from_dotted_keys(tmp_path):
+    config = cli.config_of({"mesh.dp": 4, "optim.lr": 1e-3, "data.train": {"a": 3, "b": 1}, "record.tensorboard": False, "train.out": "x"})
+    assert (config.mesh.dp, config.optim.lr, config.data.train, config.record.tensorboard) == (4, 1e-3, {"a": 3.0, "b": 1.0}, False)
+    assert cli.config_of(write(tmp_path, "optim: {lr: 0.5}\n")).optim.lr == 0.5
+    with pytest.raises(cli.ConfigError, match=r"(?s)unknown key mesh\.dq.*optim is a section"):
+        cli.config_of({"mesh.dq": 1, "optim": 3})
+
+
 def test_printed_config_reads_back(capsys, tmp_path):
     with pytest.raises(SystemExit) as exit_info:
         cli.parse(["--zero", "2", "--mesh", "tp=2,dp=4", "--print_config"])
