@@ -69,6 +69,9 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(sources, straight, tmp_path):
     assert records(tmp_path) == records(straight)  # every digit
     assert records(tmp_path, "validation_loss") == records(straight, "validation_loss")
     assert records(tmp_path, "grad_norm") == records(straight, "grad_norm")
+    again = train("--resume", "runs/demo", cwd=tmp_path)
+    assert again.returncode == 2 and "train.steps=10: runs/demo has done 10 updates already: use more steps" in again.stderr
+    assert records(tmp_path) == records(straight)
 
 
 def test_a_run_that_starts_from_other_weights_says_so(sources, tmp_path):
