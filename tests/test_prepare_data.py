@@ -310,8 +310,7 @@ def run(*arguments: object) -> int:
         return int(stop.code or 0)
 
 
-def test_the_script_says_what_it_did(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "300")
+def test_the_script_says_what_it_did(tmp_path, capsys):
     write_lines(tmp_path / "in" / "a.jsonl", [*TEXTS, "", ""])
     (tmp_path / "in" / "notes.md").write_text("left out")
     assert run(tmp_path / "in", "--out", tmp_path / "new" / "corpus.bin", "--end_token", "\n") == 0
