@@ -162,8 +162,8 @@ def _first_state(task: Task) -> tuple[TrainState, int]:
     if checkpoint.resume:
         state, manifest = restore(setup, Path(checkpoint.resume))
         if manifest.step >= setup.config.train.steps:
-            raise ConfigError([f"train.steps={setup.config.train.steps}: {checkpoint.resume} has done {manifest.step} updates already: use more "
-                               "steps, with --checkpoint.allow_changes true"])
+            raise ConfigError([f"train.steps={setup.config.train.steps}: {checkpoint.resume} has done {manifest.step} updates already: use "
+                               "more steps, with --checkpoint.allow_changes true"])
         console.print(f"resumed     {checkpoint.resume} after update {manifest.step}, {manifest.rows:,} rows of the data read",
                       soft_wrap=True)
         for change in config_changes(manifest.config, asdict(setup.config)):

@@ -26,7 +26,8 @@ from jaxmeg.data.store import SUFFIXES, DataError
 from jaxmeg.data.tokenizer import Tokenizer, find_end_id, load_tokenizer, train_bpe
 
 console = Console(highlight=False)
-WIDE = 1000  # a file has no margin to wrap at
+if not console.is_terminal:
+    console.width = 1000  # a file has no margin to wrap at
 
 
 class Parser(argparse.ArgumentParser):
@@ -154,7 +155,7 @@ def print_summary(args: argparse.Namespace, tokenizer: Tokenizer, prepared: Prep
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in rows:
         table.add_row(name, value)
-    console.print(table, width=None if console.is_terminal else WIDE)
+    console.print(table)
     command = ["python", "scripts/train.py", "--data.train", args.out]
     if tokenizer.name != "bytes":
         command += ["--data.tokenizer", tokenizer.name, "--model.vocab_size", str(tokenizer.vocab_size)]

@@ -9,6 +9,7 @@ import os
 from importlib.metadata import version
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 DEVICES = 8
 
@@ -23,6 +24,11 @@ os.environ["XLA_FLAGS"] = (
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # what a test compiles never depends on an earlier run
+
+
+# A machine that is busy with something else is slow, not wrong.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

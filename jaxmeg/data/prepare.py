@@ -273,9 +273,11 @@ _worker_tokenizer: Tokenizer | None = None
 
 
 def _start_worker(tokenizer: Tokenizer) -> None:
-    """A worker has one thread, leaves Ctrl-C to its parent and ends when the parent is gone."""
+    """A worker has one thread, leaves Ctrl-C and other signals to all to its parent, and ends when the parent is gone: a worker that
+    a signal ends while it holds the lock of a queue would leave the others waiting."""
     global _worker_tokenizer
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.setpgid(0, 0)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker_tokenizer = tokenizer
     threading.Thread(target=_end_with_parent, daemon=True).start()

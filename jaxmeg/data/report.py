@@ -89,4 +89,7 @@ def print_reports(console: Console, *reports: Report) -> None:
             table.add_column(Text(f"{report.split}: {source.name}"), justify="right", overflow="fold")
     for line in table_lines(*reports):
         table.add_row(*map(Text, line))
-    console.print(table, width=None if console.is_terminal else 1000)  # a file has no margin to wrap at
+    before = console.width
+    console.width = before if console.is_terminal else 1000  # a file has no margin to wrap at
+    console.print(table)
+    console.width = before
