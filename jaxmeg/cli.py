@@ -94,6 +94,8 @@ def _resumed(paths: list[str], overrides: Overrides) -> tuple[list[str], Overrid
     folder = next((value for key, value in reversed(overrides) if key == "checkpoint.resume"), None)
     if folder in (None, "null"):
         return paths, overrides
+    if not (Path(folder) / "config.yaml").is_file():
+        raise ConfigError([f"checkpoint.resume={folder} is not the folder of a run: it has no config.yaml"])
     processes = [key for key in KEYS if key.startswith("distributed.")]
     pipeline = [key for key in KEYS if key.startswith("pipeline.")] if any(key.startswith("mesh.") for key, _ in overrides) else []
     once = dict.fromkeys(["checkpoint.init_from", "train.stop_after", "record.profile", "emulate", *processes, *pipeline], "null")
