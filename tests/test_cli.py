@@ -132,7 +132,7 @@ def test_resume_stands_on_the_config_of_the_run(tmp_path):
     saved = ("optim: {lr: 0.002}\nmesh: {pp: 2, tp: 2}\npipeline: {schedule: interleaved, chunks: 2}\nemulate: 4\n"
              "train: {stop_after: 5, out: elsewhere}\ncheckpoint: {init_from: old}\ndistributed: {num_processes: 2}\n")
     folder = Path(write(tmp_path, saved)).rename(tmp_path / "config.yaml").parent
-    with pytest.raises(cli.ConfigError, match="checkpoint.resume=nowhere is not the folder of a run: it has no config.yaml"):
+    with pytest.raises(cli.ConfigError, match=r"checkpoint.resume=nowhere is not the folder of a run: it has no config.yaml"):
         cli.read(["--resume", "nowhere"])
     same = cli.parse(["--resume", str(folder)])
     assert (same.optim.lr, same.mesh.pp, same.pipeline.schedule, same.train.out) == (0.002, 2, "interleaved", str(folder))
