@@ -96,6 +96,9 @@ def _resumed(paths: list[str], overrides: Overrides) -> tuple[list[str], Overrid
         return paths, overrides
     if not (Path(folder) / "config.yaml").is_file():
         raise ConfigError([f"checkpoint.resume={folder} is not the folder of a run: it has no config.yaml"])
+    if any(key == "train.out" for key, _ in overrides):
+        raise ConfigError(["train.out has no effect with checkpoint.resume, which goes on in the run's own folder: leave it out, or start "
+                           "a new run with --init_from"])
     processes = [key for key in KEYS if key.startswith("distributed.")]
     pipeline = [key for key in KEYS if key.startswith("pipeline.")] if any(key.startswith("mesh.") for key, _ in overrides) else []
     once = dict.fromkeys(["checkpoint.init_from", "train.stop_after", "record.profile", "emulate", *processes, *pipeline], "null")

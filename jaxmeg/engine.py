@@ -109,7 +109,8 @@ class Engine:
 
     @property
     def module(self) -> nnx.Module:
-        """The module with the current weights, as global arrays in the layout's shardings."""
+        """A module with the current weights, as global arrays in the layout's shardings; it lives until the next step, which
+        reuses their memory."""
         return self.setup.model.bind(self.state.params)
 
 

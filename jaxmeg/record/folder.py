@@ -70,8 +70,10 @@ def reopen_folder(folder: Path, setup: Setup) -> None:
 
 
 def _files(setup: Setup) -> dict[str, str]:
+    # without what belongs to this start, or --config with this file would go on with the run
+    again = replace(setup.config.checkpoint, resume=None, allow_changes=False)
     return {
-        CONFIG: yaml.safe_dump(asdict(setup.config), sort_keys=False),
+        CONFIG: yaml.safe_dump(asdict(replace(setup.config, checkpoint=again)), sort_keys=False),
         RESOLVED: json.dumps(resolved_record(setup), indent=2) + "\n",
         VERSIONS: json.dumps(versions_record(list(setup.mesh.devices.flat)), indent=2) + "\n",
     }
