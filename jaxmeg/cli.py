@@ -21,8 +21,8 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 from jaxmeg.config import AXES, Config, Resolved, resolve
 from jaxmeg.devices import plan_devices
 from jaxmeg.keys import KEYS, SECTIONS, SHORT_FORMS, is_section, section_keys, unknown_key
-from jaxmeg.processes import find_processes
-from jaxmeg.validate import problems, warnings
+from jaxmeg.processes.find import find_processes
+from jaxmeg.validate.check import problems, warnings
 from jaxmeg.wording import any_of, did_you_mean
 
 _DESCRIPTION = """\
@@ -99,7 +99,7 @@ def _resumed(paths: list[str], overrides: Overrides) -> tuple[list[str], Overrid
     if any(key == "train.out" for key, _ in overrides):
         raise ConfigError(["train.out has no effect with checkpoint.resume, which goes on in the run's own folder: leave it out, or start "
                            "a new run with --init_from"])
-    processes = [key for key in KEYS if key.startswith("distributed.")]
+    processes = ["distributed.coordinator", "distributed.num_processes", "distributed.process_id"]
     pipeline = [key for key in KEYS if key.startswith("pipeline.")] if any(key.startswith("mesh.") for key, _ in overrides) else []
     once = dict.fromkeys(["checkpoint.init_from", "train.stop_after", "record.profile", "emulate", *processes, *pipeline], "null")
     start = [*once.items(), ("checkpoint.allow_changes", "false"), ("train.out", folder)]

@@ -39,6 +39,7 @@ MATMULS = ("default", "highest")
 PACKINGS = ("concat", "fit", "none")
 LONG_DOCUMENTS = ("split", "truncate", "drop")
 SAVE_FAILURES = ("stop", "continue")
+GUARD_ACTIONS = ("off", "warn", "stop")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,6 +282,24 @@ class RecordConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """What watches over a run while it goes on."""
+
+    replicas_every: int = 100
+    """Updates between looks whether values that several devices hold are the same on all of them; 0 never looks."""
+    loss_spike: str = "warn"
+    """When the loss jumps up: off, warn or stop."""
+    spike_deviations: float = 8.0
+    """A jump is a loss so many standard deviations of the losses before it above their mean."""
+    unplanned: str = "warn"
+    """When the compiled program moves data that the layout did not ask for: off, warn or stop."""
+    step_seconds: int = 600
+    """The run ends when a step, an evaluation or the wait for data takes longer; compiling may. 0 waits for ever."""
+    silent_seconds: int = 60
+    """With several processes, the run ends when one has given no sign of life for so long."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
     """Several processes as one run. All null: one process, or what SLURM or Open MPI says."""
 
@@ -290,6 +309,8 @@ class DistributedConfig:
     """Number of processes."""
     process_id: int | None = None
     """This process, from 0."""
+    timeout: int = 300
+    """Seconds to wait for the other processes at the start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,6 +337,8 @@ class Config:
     """Saving and starting points."""
     record: RecordConfig = field(default_factory=RecordConfig)
     """The run record."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """What watches over the run."""
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     """Several processes."""
     emulate: int | None = None

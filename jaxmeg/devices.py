@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxmeg.config import Config
 from jaxmeg.hardware import accelerators, jax_lacks
-from jaxmeg.mesh_rules import is_sized, num_named
+from jaxmeg.validate.mesh_rules import is_sized, num_named
 
 
 @dataclass(frozen=True, kw_only=True)

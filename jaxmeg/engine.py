@@ -20,11 +20,11 @@ from flax import nnx
 from jaxmeg.cli import ConfigError, config_of
 from jaxmeg.config import Config
 from jaxmeg.models.own import OwnModel
-from jaxmeg.module_rules import problems
 from jaxmeg.own_step import Loss, make_own_eval_step, own_gradients
 from jaxmeg.setup import Setup, build
 from jaxmeg.state import TrainState, fresh_state, init_state
 from jaxmeg.step import Metrics, local_rows, make_train_step, place
+from jaxmeg.validate.module_rules import problems
 
 Batch = Any
 """A tree of arrays whose first dim is the row."""

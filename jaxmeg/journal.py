@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmeg.checkpoint import Committed
+from jaxmeg.checkpoint.save import Committed
 from jaxmeg.layout import is_leaf_layout
 from jaxmeg.record.compiles import Watch
 from jaxmeg.record.late import Arrival

@@ -15,14 +15,17 @@ from typing import Any
 
 import jax
 
-from jaxmeg.agree import together
-from jaxmeg.checkpoint import Checkpoints
+from jaxmeg.checkpoint.restore import restore, restore_weights
+from jaxmeg.checkpoint.resume import config_changes
+from jaxmeg.checkpoint.save import Checkpoints
 from jaxmeg.cli import ConfigError
 from jaxmeg.config import Config
-from jaxmeg.distributed import from_first_process
 from jaxmeg.engine import import_object
 from jaxmeg.journal import Journal, RunError
 from jaxmeg.pipeline.check import check_schedule
+from jaxmeg.processes.agree import together
+from jaxmeg.processes.connect import from_first_process
+from jaxmeg.processes.stop import StopSignal
 from jaxmeg.record.cache import outcome, set_up_cache
 from jaxmeg.record.compiles import Watch
 from jaxmeg.record.folder import new_folder, reopen_folder
@@ -32,12 +35,9 @@ from jaxmeg.record.memory import describe, memory_lines
 from jaxmeg.record.profile import Profile, compiler_options
 from jaxmeg.record.speed import speed_of
 from jaxmeg.report import Progress, Result, console, print_layout, print_sample, print_setup, print_summary
-from jaxmeg.restore import restore, restore_weights
-from jaxmeg.resume import config_changes
 from jaxmeg.setup import Setup
 from jaxmeg.state import TrainState, fresh_state
 from jaxmeg.step import Metrics
-from jaxmeg.stop import StopSignal
 from jaxmeg.task import Task, own_task, text_task
 
 

@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
+from jaxmeg.checkpoint.manifest import CheckpointError, Manifest, complete_steps, find_step, left_over, read_manifest, step_folder
+from jaxmeg.checkpoint.resume import config_changes
 from jaxmeg.config import Config
-from jaxmeg.manifest import CheckpointError, Manifest, complete_steps, find_step, left_over, read_manifest, step_folder
-from jaxmeg.resume import config_changes
 
 
 class Parser(argparse.ArgumentParser):

@@ -17,7 +17,7 @@ from jaxmeg.data.dataset import Dataset, open_data
 from jaxmeg.data.report import print_reports
 from jaxmeg.data.store import DataError
 from jaxmeg.data.tokenizer import Tokenizer, load_tokenizer
-from jaxmeg.value_rules import choices, files, ranges
+from jaxmeg.validate.value_rules import choices, files, ranges
 
 # Two backgrounds a document, in turn from token to token; of the 256 colours that nearly all terminals have.
 SHADES = (("on #000087", "on #005fd7"), ("on #005f00", "on #008700"), ("on #5f005f", "on #8700af"), ("on #5f0000", "on #af0000"))

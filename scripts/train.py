@@ -12,10 +12,10 @@ def main(argv: list[str]) -> int:
 
     import jax  # from here on the number of devices is fixed
 
+    from jaxmeg.checkpoint.manifest import CheckpointError
     from jaxmeg.data.store import DataError
-    from jaxmeg.distributed import connect
-    from jaxmeg.manifest import CheckpointError
     from jaxmeg.models.own import OwnModuleError
+    from jaxmeg.processes.connect import connect
     from jaxmeg.train import RunError, Stopped, run
 
     connect(config.distributed)

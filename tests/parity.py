@@ -28,7 +28,7 @@ from jaxmeg.precision import init_loss_scale
 from jaxmeg.setup import build
 from jaxmeg.state import TrainState, canonical, from_canonical, init_state, state_shardings
 from jaxmeg.step import make_train_step, place_rows
-from jaxmeg.validate import problems
+from jaxmeg.validate.check import problems
 
 ROWS, TOKENS, UPDATES, LR, MOMENTUM = 16, 16, 3, 0.05, 0.9
 LOSS, LEAF, NORM = 1e-5, 1e-4, 1e-5  # the contract in fp32

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmeg.canonical import flatten
-from jaxmeg.checkpoint import Checkpoints
+from jaxmeg.checkpoint.canonical import flatten
+from jaxmeg.checkpoint.restore import restore
+from jaxmeg.checkpoint.save import Checkpoints
 from jaxmeg.config import (
     CheckpointConfig,
     Config,
@@ -22,7 +23,6 @@ from jaxmeg.config import (
     PipelineConfig,
     PrecisionConfig,
 )
-from jaxmeg.restore import restore
 from jaxmeg.setup import Setup, build
 from jaxmeg.state import TrainState, init_state
 from jaxmeg.step import make_train_step, place_rows

@@ -19,25 +19,25 @@ PACKAGE = "jaxmeg"
 # A module may import from its own room and from the rooms above it in this list. A name stands for a module or for a
 # whole package; the longest match counts. `__init__` files hold a docstring and import nothing from here.
 ROOMS: tuple[tuple[str, ...], ...] = (
-    ("", "config", "arch", "hardware", "flops", "rules", "validate", "cli")
-    + ("devices", "keys", "manifest", "mesh_rules", "module_rules", "processes", "resume", "run_rules", "value_rules", "wording", "migrate")
+    ("", "config", "arch", "hardware", "flops", "rules", "cli", "devices", "keys", "wording", "validate", "migrate")
+    + ("checkpoint", "checkpoint.manifest", "checkpoint.resume", "processes", "processes.find")
     + ("record", "record.window")
     + ("data", "data.dataset", "data.mixing", "data.packing", "data.prepare", "data.report", "data.sources", "data.split", "data.store")
     + ("data.tokenizer",)
     + ("pipeline", *(f"pipeline.{name}" for name in ("notation", "packing", "schedules", "ticks", "timeline", "user"))),
-    ("_compat", "agree", "distributed", "mesh", "layout", "parallel", "precision"),
+    ("_compat", "mesh", "layout", "parallel", "precision", "processes.agree", "processes.connect"),
     ("ops",),
     ("models",),
     ("pipeline.scan", "optim", "finetune"),
-    ("state", "step", "setup", "own_step", "canonical", "aot", "hlo"),
-    ("data.loader", "data.source", "checkpoint", "restore", "stop", "hf")
+    ("state", "step", "setup", "own_step", "aot", "hlo", "checkpoint.canonical"),
+    ("data.loader", "data.source", "checkpoint.save", "checkpoint.restore", "processes.stop", "hf")
     + tuple(f"record.{name}" for name in ("cache", "compiles", "folder", "late", "log", "memory", "profile", "speed")),
     ("planner",),
     ("train", "task", "engine", "journal", "evaluate", "verify", "ablate", "report", "pipeline.check"),
 )
 ROOM_OF = {f"{PACKAGE}.{name}".rstrip("."): number for number, names in enumerate(ROOMS, 1) for name in names}
 # Packages that mix rooms: each of their modules needs its own place in the table.
-BY_MODULE = {PACKAGE, f"{PACKAGE}.data", f"{PACKAGE}.pipeline", f"{PACKAGE}.record"}
+BY_MODULE = {PACKAGE, f"{PACKAGE}.data", f"{PACKAGE}.pipeline", f"{PACKAGE}.record", f"{PACKAGE}.checkpoint", f"{PACKAGE}.processes"}
 JAX_FREE_ROOM = 1
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 MAX_LINES = 500

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmeg import hlo
-from jaxmeg.canonical import canonical_leaves, checksum, checksums, flatten, from_canonical, to_canonical, unflatten
+from jaxmeg.checkpoint.canonical import canonical_leaves, checksum, checksums, flatten, from_canonical, to_canonical, unflatten
 from jaxmeg.config import OptimConfig
 from jaxmeg.setup import Setup
 from jaxmeg.state import TrainState, abstract_state

@@ -20,14 +20,14 @@ import pytest
 import runs
 from etils import epath
 
-from jaxmeg import checkpoint
-from jaxmeg.canonical import flatten
-from jaxmeg.checkpoint import Checkpoints, SaveError, array_handler
+from jaxmeg.checkpoint import save as checkpoint
+from jaxmeg.checkpoint.canonical import flatten
+from jaxmeg.checkpoint.manifest import complete_steps, find_step, read_manifest
+from jaxmeg.checkpoint.restore import RestoreError, restore, restore_weights
+from jaxmeg.checkpoint.save import Checkpoints, SaveError, array_handler
 from jaxmeg.config import CheckpointConfig, DataConfig, OptimConfig, PrecisionConfig, TrainConfig
-from jaxmeg.manifest import complete_steps, find_step, read_manifest
-from jaxmeg.restore import RestoreError, restore, restore_weights
+from jaxmeg.processes.stop import StopSignal
 from jaxmeg.state import TrainState, init_state
-from jaxmeg.stop import StopSignal
 
 NAME = "dp=4, zero 1"
 ROOT = Path(__file__).parents[1]
@@ -267,7 +267,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
 MEMORY = """
 import sys, jax, numpy as np
 from pathlib import Path
-from jaxmeg.checkpoint import Checkpoints
+from jaxmeg.checkpoint.save import Checkpoints
 from jaxmeg.config import *
 from jaxmeg.setup import build
 from jaxmeg.state import init_state

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxmeg import value_rules
 from jaxmeg.arch import Arch
 from jaxmeg.cli import parse
 from jaxmeg.config import AXES, Axis, Config, ModelConfig, bubble_fraction, default_microbatch, resolve, split_layers
 from jaxmeg.keys import KEYS
 from jaxmeg.rules import ALLOWED, DEFAULT_RULES, MESH_AXES, load_rules
-from jaxmeg.validate import bubble_line, mesh_line, problems, warnings
+from jaxmeg.validate import value_rules
+from jaxmeg.validate.check import bubble_line, mesh_line, problems, warnings
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

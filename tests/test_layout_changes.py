@@ -15,8 +15,8 @@ import pytest
 import runs
 from jax.sharding import NamedSharding
 
-from jaxmeg.canonical import flatten
-from jaxmeg.restore import restore
+from jaxmeg.checkpoint.canonical import flatten
+from jaxmeg.checkpoint.restore import restore
 from jaxmeg.state import state_shardings
 
 ROOT = Path(__file__).parents[1]
@@ -89,7 +89,7 @@ def test_what_eight_devices_saved_opens_on(count: int, name: str) -> None:
 ALONE = """
 import json, sys, zlib, jax, runs
 from pathlib import Path
-from jaxmeg.restore import restore
+from jaxmeg.checkpoint.restore import restore
 assert jax.device_count() == 1
 setup = runs.setup_of("one device")
 state, _ = restore(setup, Path(sys.argv[1]))

@@ -17,7 +17,7 @@ from jaxmeg.migrate.core import Migration, SourceError
 from jaxmeg.migrate.report import to_yaml
 from jaxmeg.migrate.run import check, migrate, to_config
 from jaxmeg.migrate.shell import read_arguments
-from jaxmeg.validate import problems
+from jaxmeg.validate.check import problems
 
 OFFLOADED = {"train_batch_size": 32, "gradient_accumulation_steps": 4,
              "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "fp16": {"enabled": True}}

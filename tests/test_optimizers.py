@@ -40,7 +40,7 @@ from jaxmeg.rules import DEFAULT_RULES
 from jaxmeg.setup import Setup, build
 from jaxmeg.state import TrainState, canonical, fresh_state, from_canonical, init_state, moments, state_shardings
 from jaxmeg.step import Rows, loss_and_gradients, make_train_step, place_rows
-from jaxmeg.validate import problems
+from jaxmeg.validate.check import problems
 
 # ---------------------------------------------------------------- what is a matrix
 

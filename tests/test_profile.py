@@ -17,7 +17,7 @@ from jaxmeg.record.window import window, window_problem
 from jaxmeg.setup import build
 from jaxmeg.state import init_state
 from jaxmeg.step import make_train_step, place_rows
-from jaxmeg.validate import problems
+from jaxmeg.validate.check import problems
 
 
 def test_the_end_is_left_out():

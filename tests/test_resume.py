@@ -13,6 +13,18 @@ from typing import Any
 import pytest
 
 from jaxmeg.arch import resolve_arch
+from jaxmeg.checkpoint.manifest import (
+    CheckpointError,
+    Leaf,
+    Manifest,
+    complete_steps,
+    find_step,
+    leaf_problems,
+    left_over,
+    read_manifest,
+    steps_to_keep,
+)
+from jaxmeg.checkpoint.resume import arch_changes, config_changes, problems
 from jaxmeg.config import (
     CheckpointConfig,
     Config,
@@ -25,20 +37,8 @@ from jaxmeg.config import (
     RecordConfig,
     TrainConfig,
 )
-from jaxmeg.manifest import (
-    CheckpointError,
-    Leaf,
-    Manifest,
-    complete_steps,
-    find_step,
-    leaf_problems,
-    left_over,
-    read_manifest,
-    steps_to_keep,
-)
 from jaxmeg.optim.build import learning_rate
-from jaxmeg.resume import arch_changes, config_changes, problems
-from jaxmeg.stop import StopSignal
+from jaxmeg.processes.stop import StopSignal
 
 ROOT = Path(__file__).parents[1]
 SAVED = Config(optim=OptimConfig(lr=1e-3, warmup=10, final_lr_ratio=0.0), train=TrainConfig(steps=100))

@@ -18,6 +18,7 @@ import pytest
 
 from jaxmeg import train as train_module
 from jaxmeg.arch import PRESETS, num_params
+from jaxmeg.checkpoint.manifest import find_step, read_manifest
 from jaxmeg.config import (
     CheckpointConfig,
     Config,
@@ -31,7 +32,6 @@ from jaxmeg.config import (
     RecordConfig,
     TrainConfig,
 )
-from jaxmeg.manifest import find_step, read_manifest
 from jaxmeg.record.compiles import Watch
 from jaxmeg.task import text_task
 from jaxmeg.train import RunError, run

@@ -27,7 +27,7 @@ from jaxmeg.pipeline.notation import UserSchedule
 from jaxmeg.pipeline.schedules import Table, make_table, segments, simulate
 from jaxmeg.pipeline.user import MOST_LOOPS, Cost, read_schedule, schedule_problems, user_table, write_schedule
 from jaxmeg.setup import build
-from jaxmeg.validate import bubble_line, problems
+from jaxmeg.validate.check import bubble_line, problems
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmeg import value_rules
 from jaxmeg.cli import parse
 from jaxmeg.config import Config
 from jaxmeg.keys import KEYS, SECTIONS, SHORT_FORMS, section_keys, unknown_key
 from jaxmeg.migrate import deepspeed, llamafactory, megatron
 from jaxmeg.migrate.core import Migration, SourceError, Table, lookup
-from jaxmeg.validate import problems
+from jaxmeg.validate import value_rules
+from jaxmeg.validate.check import problems
 from jaxmeg.wording import any_of
 
 

@@ -13,8 +13,8 @@ from math import isclose
 from typing import Any
 
 from jaxmeg.arch import Arch
+from jaxmeg.checkpoint.manifest import Manifest
 from jaxmeg.config import Config, OptimConfig
-from jaxmeg.manifest import Manifest
 
 LearningRate = Callable[[OptimConfig, int], Callable[[int], Any]]
 """(optimizer, train.steps) -> learning rate after so many updates."""
@@ -22,7 +22,7 @@ LearningRate = Callable[[OptimConfig, int], Callable[[int], Any]]
 _RATE_KEYS = ("train.steps", "optim.lr", "optim.warmup", "optim.schedule", "optim.final_lr_ratio", "optim.wsd_decay")
 # Sections and keys that may change. A key that is in neither table is guarded, so a new one is until it is put here.
 _FREE = (
-    *("mesh", "layout", "pipeline", "checkpoint", "record", "distributed", "emulate", "show_layout"),
+    *("mesh", "layout", "pipeline", "checkpoint", "record", "guard", "distributed", "emulate", "show_layout"),
     *("train.out", "train.stop_after", "train.eval_every", "train.eval_rows", "train.log_every"),
     *("train.sample_tokens", "train.sample_prompt"),
     *("data.prefetch", "optim.max_skipped_updates", "model.preset", *(f"model.{field.name}" for field in fields(Arch))),

@@ -14,14 +14,14 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxmeg.agree import together
-from jaxmeg.canonical import CanonicalLeaf, Leaves, canonical_leaves, checksums, flatten, from_canonical, unflatten
-from jaxmeg.checkpoint import array_handler, by_item
-from jaxmeg.distributed import from_first_process
-from jaxmeg.manifest import CheckpointError, Leaf, Manifest, find_step, leaf_problems, read_manifest, step_folder
+from jaxmeg.checkpoint.canonical import CanonicalLeaf, Leaves, canonical_leaves, checksums, flatten, from_canonical, unflatten
+from jaxmeg.checkpoint.manifest import CheckpointError, Leaf, Manifest, find_step, leaf_problems, read_manifest, step_folder
+from jaxmeg.checkpoint.resume import arch_changes, problems
+from jaxmeg.checkpoint.save import array_handler, by_item
 from jaxmeg.optim.build import learning_rate
 from jaxmeg.precision import init_loss_scale
-from jaxmeg.resume import arch_changes, problems
+from jaxmeg.processes.agree import together
+from jaxmeg.processes.connect import from_first_process
 from jaxmeg.setup import Setup
 from jaxmeg.state import TrainState, abstract_state
 

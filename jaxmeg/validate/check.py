@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from jaxmeg import mesh_rules, module_rules, run_rules, value_rules
 from jaxmeg.arch import PRESETS, Arch, resolve_arch
 from jaxmeg.config import AXES, Axis, Config, Resolved, resolve
 from jaxmeg.rules import DEFAULT_RULES, read_rules
+from jaxmeg.validate import mesh_rules, module_rules, run_rules, value_rules
 
 
 def problems(config: Config, num_devices: int) -> list[str]:

@@ -8,7 +8,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-from jaxmeg.agree import any_process
+from jaxmeg.processes.agree import any_process
 
 
 class StopSignal:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxmeg.config import DistributedConfig
-from jaxmeg.processes import find_processes
+from jaxmeg.processes.find import find_processes
 
 
 def connect(config: DistributedConfig) -> None:

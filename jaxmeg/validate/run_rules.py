@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxmeg.config import Config, DataConfig
+from jaxmeg.config import Config, DataConfig, GuardConfig
 
 
 def problems(config: Config) -> Iterator[str]:
     yield from _data(config)
     yield from _checkpoints(config)
     yield from _processes(config)
+    if config.guard.loss_spike == "off" and config.guard.spike_deviations != GuardConfig.spike_deviations:
+        yield f"guard.spike_deviations={config.guard.spike_deviations} has no effect with guard.loss_spike=off: leave one of them out"
     if config.train.stop_after is not None and config.train.stop_after >= config.train.steps:
         yield (f"train.stop_after={config.train.stop_after} has no effect with train.steps={config.train.steps}: leave stop_after out, or "
                f"use a smaller one")
@@ -50,7 +52,7 @@ def _checkpoints(config: Config) -> Iterator[str]:
 def _processes(config: Config) -> Iterator[str]:
     distributed = config.distributed
     count, index = distributed.num_processes, distributed.process_id
-    given = {f"distributed.{name}": value for name, value in vars(distributed).items()}
+    given = {f"distributed.{name}": getattr(distributed, name) for name in ("coordinator", "num_processes", "process_id")}
     missing = [key for key, value in given.items() if value is None]
     if missing and len(missing) < len(given):
         named = next(key for key, value in given.items() if value is not None)

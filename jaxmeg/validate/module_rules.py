@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from jaxmeg import mesh_rules, run_rules, value_rules
 from jaxmeg.arch import PRESETS
 from jaxmeg.config import AXES, Axis, Config, MeshConfig, ModelConfig, PipelineConfig, mesh_sizes
 from jaxmeg.rules import DEFAULT_RULES
+from jaxmeg.validate import mesh_rules, run_rules, value_rules
 
 
 def problems(config: Config, num_devices: int) -> list[str]:

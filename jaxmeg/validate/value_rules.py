@@ -27,6 +27,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.packing": options.PACKINGS,
     "data.long_documents": options.LONG_DOCUMENTS,
     "checkpoint.on_failure": options.SAVE_FAILURES,
+    "guard.loss_spike": options.GUARD_ACTIONS,
+    "guard.unplanned": options.GUARD_ACTIONS,
     "precision.compute": options.COMPUTE_DTYPES,
     "precision.reduce": options.REDUCE_DTYPES,
     "precision.matmul": options.MATMULS,
@@ -97,8 +99,13 @@ RANGES: dict[str, Range] = {
     "checkpoint.every": _at_least(0),
     "checkpoint.keep": _at_least(1),
     "checkpoint.keep_best": _at_least(0),
+    "guard.replicas_every": _at_least(0),
+    "guard.spike_deviations": _POSITIVE,
+    "guard.step_seconds": _at_least(0),
+    "guard.silent_seconds": _at_least(10),
     "distributed.num_processes": _at_least(1),
     "distributed.process_id": _at_least(0),
+    "distributed.timeout": _at_least(1),
     "emulate": _at_least(1),
 }
 

@@ -28,10 +28,8 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
-from jaxmeg.agree import any_process, together
-from jaxmeg.canonical import Leaves, canonical_leaves, checksums, flatten, to_canonical
-from jaxmeg.config import CheckpointConfig
-from jaxmeg.manifest import (
+from jaxmeg.checkpoint.canonical import Leaves, canonical_leaves, checksums, flatten, to_canonical
+from jaxmeg.checkpoint.manifest import (
     FILE,
     FOLDER,
     ITEM,
@@ -44,6 +42,8 @@ from jaxmeg.manifest import (
     step_folder,
     steps_to_keep,
 )
+from jaxmeg.config import CheckpointConfig
+from jaxmeg.processes.agree import any_process, together
 from jaxmeg.setup import Setup
 from jaxmeg.state import TrainState
 
