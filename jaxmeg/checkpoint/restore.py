@@ -40,7 +40,11 @@ def restore(setup: Setup, path: Path) -> tuple[TrainState, Manifest]:
     config changes what it may not (`resume.problems`).
     """
     folder, manifest = _open(path)
-    if found := problems(manifest, setup.config, setup.resolved.arch, learning_rate):
+    found = problems(manifest, setup.config, setup.resolved.arch, learning_rate)
+    if manifest.compute != setup.compute and not found and not setup.config.checkpoint.allow_changes:  # auto, on another chip
+        found = [f"resume: precision.compute={setup.config.precision.compute} is {setup.compute} here and was {manifest.compute}: use "
+                 f"--precision {manifest.compute}, or add --checkpoint.allow_changes true"]
+    if found:
         raise RestoreError("\n".join(found))
     leaves = _read(folder, manifest, canonical_leaves(setup), "resume with its model and optimizer, or take its weights with --init_from")
     state: TrainState = unflatten(abstract_state(setup), leaves)

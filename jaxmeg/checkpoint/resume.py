@@ -83,6 +83,32 @@ def problems(manifest: Manifest, config: Config, arch: Arch, learning_rate: Lear
     return found
 
 
+def data_problems(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Where the data or tokenizer that a run reads under the same names is not what it was, one line each.
+
+    saved, now: {"tokenizer": fingerprint, "data": {"training": report}}, as a checkpoint's `extra` keeps them.
+    """
+    found = []
+    if saved.get("tokenizer") != now.get("tokenizer"):
+        found.append("resume: data.tokenizer is not the tokenizer that the run began with: its file has changed: put the old one back, "
+                     "or start a new run with --init_from")
+    old, new = _sources(saved), _sources(now)
+    if old.keys() == new.keys():  # other names are a change of the config, or of paths
+        found += [f"resume: {name} is not the data that the run began with: {key} {old[name][key]:,} -> {value:,}: put the old data back, "
+                  "or go on with this one: add --checkpoint.allow_changes true"
+                  for name, sizes in new.items() for key, value in sizes.items() if value != old[name].get(key, value)][:1]
+    return found
+
+
+def _sources(extra: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Sizes of the training data by source; a source of rows of the user's is one."""
+    data = extra.get("data") or {}
+    training = data.get("training")
+    if isinstance(training, Mapping):
+        return {source["name"]: {key: source[key] for key in ("tokens", "rows")} for source in training["sources"]}
+    return {} if training is None else {"data.source": {"rows": training}}
+
+
 def _starts(key: str, prefix: str) -> bool:
     return not prefix or f"{key}.".startswith(f"{prefix}.")
 

@@ -9,6 +9,7 @@ One process writes these. Nothing is overwritten: a new run takes the next free 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -67,6 +68,21 @@ def reopen_folder(folder: Path, setup: Setup) -> None:
         if (folder / name).exists():
             (folder / name).rename(_numbered(folder / name, number))
         fresh.rename(folder / name)
+
+
+def unwritable(folder: Path) -> str | None:
+    """Why no run can be written to `folder`, which need not exist yet, in one line; None if it seems to be possible."""
+    first = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists() or path.is_symlink())
+    if not first.is_dir():
+        return cannot_write(folder, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(first)))
+    if not os.access(first, os.W_OK | os.X_OK):
+        return cannot_write(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(first)))
+    return None
+
+
+def cannot_write(folder: Path, error: OSError) -> str:
+    """The line for a folder that can't be made or written."""
+    return f"train.out={folder} cannot be written ({error.filename or folder}: {error.strerror}): give another --out"
 
 
 def _files(setup: Setup) -> dict[str, str]:

@@ -34,6 +34,8 @@ class Profile:
     def __init__(self, text: str | None, folder: Path, late: Late[Any]):
         self.updates = (window(text) if text else None) or range(0)
         self.folder, self.late, self.running = folder / "trace", late, False
+        self.written: list[int] = []
+        """The updates of the trace that is on disk."""
 
     def __enter__(self) -> Profile:
         return self
@@ -51,6 +53,8 @@ class Profile:
             with self.late.apart("profile"):
                 jax.profiler.start_trace(self.folder)
             self.running = True
+        if self.running:
+            self.written.append(step)
         with jax.profiler.StepTraceAnnotation("update", step_num=step):
             yield
         if self.running and step == self.updates[-1]:
@@ -64,5 +68,5 @@ class Profile:
 
     def where(self) -> str:
         """Where the trace is and how to look at it, in one line."""
-        return (f"updates {self.updates[0]} to {self.updates[-1]} in {self.folder}: pip install tensorboard xprof, then "
+        return (f"updates {self.written[0]} to {self.written[-1]} in {self.folder}: pip install tensorboard xprof, then "
                 f"tensorboard --logdir {self.folder}; or open the .trace.json.gz below it at ui.perfetto.dev")

@@ -14,8 +14,8 @@ def window(text: str) -> range | None:
     return range(int(found[1]), int(found[2])) if found else None
 
 
-def window_problem(text: str, steps: int) -> str | None:
-    """What is wrong with `record.profile` in a run of `steps` updates, in one line, or None."""
+def window_problem(text: str, steps: int, stop_after: int | None = None) -> str | None:
+    """What is wrong with `record.profile` in a run of `steps` updates that stops after `stop_after`, in one line, or None."""
     updates = window(text)
     if updates is None:
         return f'record.profile={text} is not a range of updates: use first:end, for example "10:13" for 10, 11 and 12'
@@ -26,4 +26,6 @@ def window_problem(text: str, steps: int) -> str | None:
     if updates.stop > steps + 1:
         near = f"{updates.start}:{steps + 1}, or " if updates.start <= steps else ""
         return f"record.profile={text} goes beyond train.steps={steps}: use {near}more steps"
+    if stop_after is not None and updates.stop > stop_after + 1:
+        return f"record.profile={text} goes beyond train.stop_after={stop_after}: profile earlier updates, or stop later"
     return None

@@ -177,7 +177,7 @@ def schedule_lengths(config: Config) -> Iterator[str]:
             f"optim.wsd_decay={optim.wsd_decay} of train.steps={steps} starts inside optim.warmup={optim.warmup}: "
             f"use wsd_decay {most:.3g} or less"
         )
-    if config.record.profile is not None and (problem := window_problem(config.record.profile, steps)):
+    if config.record.profile is not None and (problem := window_problem(config.record.profile, steps, config.train.stop_after)):
         yield problem
 
 
