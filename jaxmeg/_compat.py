@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import jax
@@ -77,3 +78,34 @@ def prepare_gpu_topology() -> None:
     """Environment that lets the CUDA plugin load without a GPU; call before JAX is first used."""
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+
+
+def coordination() -> tuple[Any, int, int]:
+    """(client of jax's coordination service or None, index of this process, number of processes), without starting a backend."""
+    from jax._src import distributed
+
+    state = distributed.global_state
+    return state.client, state.process_id, state.num_processes
+
+
+def detected_coordinator(seconds: int) -> str | None:
+    """host:port of process 0 as jax finds it in the variables of SLURM, Open MPI and other launchers, or None."""
+    from jax._src.clusters import ClusterEnv
+
+    address, *_ = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, [0], None, seconds)
+    return address
+
+
+_COMPILING = tuple(os.path.join("jax", "_src", *parts) for parts in (
+    ("compiler.py",), ("interpreters", "mlir.py"), ("interpreters", "partial_eval.py")))
+_JAX = os.path.join("jax", "_src", "")
+
+
+def stage_of(frame: FrameType | None) -> str:
+    """What a thread is doing, by its innermost frame: "compiling" (also tracing and lowering), "in jax" or "in Python"."""
+    innermost = "in jax" if frame and _JAX in frame.f_code.co_filename else "in Python"
+    while frame:
+        if frame.f_code.co_filename.endswith(_COMPILING):
+            return "compiling"
+        frame = frame.f_back
+    return innermost

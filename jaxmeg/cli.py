@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from argparse import ArgumentError, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from jaxmeg.config import AXES, Config, Resolved, resolve
-from jaxmeg.devices import plan_devices
+from jaxmeg.devices import Devices, plan_devices
+from jaxmeg.files import ContentError, TooManyValuesError, load_yaml, read_yaml
 from jaxmeg.keys import KEYS, SECTIONS, SHORT_FORMS, is_section, section_keys, unknown_key
+from jaxmeg.processes import variables
 from jaxmeg.processes.find import find_processes
+from jaxmeg.typed import fits
 from jaxmeg.validate.check import problems, warnings
-from jaxmeg.wording import any_of, did_you_mean
+from jaxmeg.validate.value_rules import value_of
+from jaxmeg.wording import any_of, did_you_mean, printable, shown
 
 _DESCRIPTION = """\
 Train a language model on any mesh of devices. The layout is a flag: every layout trains the same model.
@@ -33,6 +37,9 @@ _SHORT_HELP = "short forms:\n" + "\n".join(
     f"  --{short:<21} --{key}" for short, key in {"mesh tp=4,pp=2": "mesh.tp 4 --mesh.pp 2", **SHORT_FORMS}.items()
 )
 
+
+_REFUSALS = (ArgumentError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What the parser raises for a value: its own error, or that of a conversion."""
 
 Overrides = list[tuple[str, str]]
 Entries = dict[str, Any]
@@ -72,17 +79,19 @@ def config_of(values: Mapping[str, Any] | str | Path) -> Config:
 def read(argv: Sequence[str]) -> Config:
     """Like `parse`, but raises ConfigError."""
     parser = _make_parser()
-    paths, overrides, keep, found = _read_argv(argv)
-    paths, overrides = _resumed(paths, overrides)
+    given, overrides, keep, found = _read_argv(argv)
+    paths, overrides = _resumed(given, overrides)
     files = {path: _read_file(path) for path in paths}
+    found += [f"{path}: checkpoint.resume={shown(resume)} in a file does not start from that run's config: leave it out, and write "
+              f"--resume {shown(resume)}" for path in given if (resume := files[path][0].get("checkpoint.resume")) is not None]
     found += [problem for entries, wrong in files.values() for problem in wrong]
     # Files first: an override wins wherever it stands. The parser does not take a file without any key.
     used = [f"--config={path}" for path, (entries, _) in files.items() if entries]
     args = [*used, *(f"--{key}={value}" for key, value in overrides), *keep]
     try:
-        if not found:
-            return _build(parser.parse_args(args))
-    except ArgumentError as error:
+        if not found and not any(map(_is_nested, _values(files, overrides))):
+            return _typed(_build(parser.parse_args(args)))
+    except _REFUSALS as error:
         found = [" ".join(str(error).split())]
         raise ConfigError(_type_problems(parser, files, overrides) or found) from None
     raise ConfigError([*found, *_type_problems(parser, files, overrides)])
@@ -94,8 +103,8 @@ def _resumed(paths: list[str], overrides: Overrides) -> tuple[list[str], Overrid
     folder = next((value for key, value in reversed(overrides) if key == "checkpoint.resume"), None)
     if folder in (None, "null"):
         return paths, overrides
-    if not (Path(folder) / "config.yaml").is_file():
-        raise ConfigError([f"checkpoint.resume={folder} is not the folder of a run: it has no config.yaml"])
+    if not os.path.isfile(Path(folder) / "config.yaml"):
+        raise ConfigError([f"checkpoint.resume={shown(folder)} is not the folder of a run: it has no config.yaml"])
     if any(key == "train.out" for key, _ in overrides):
         raise ConfigError(["train.out has no effect with checkpoint.resume, which goes on in the run's own folder: leave it out, or start "
                            "a new run with --init_from"])
@@ -116,33 +125,35 @@ def check(config: Config, num_devices: int) -> Resolved:
     return resolve(config, num_devices)
 
 
-def start(config: Config) -> int:
-    """Count the devices, check the config for them, and set the environment that jax reads when it is first imported.
+def start(config: Config) -> Devices:
+    """Count the devices, check config and environment for them, and set what jax reads when it is first imported.
 
-    Returns the number of devices. Prints one line where devices are emulated; exits with 2 where no run can start.
+    Returns the devices. Prints one line where they are emulated, and what was set; exits with 2 where no run can start.
     """
     processes = find_processes(config.distributed, os.environ)
-    devices = plan_devices(config, num_processes=processes.count)
-    if devices.problem:
-        fail([devices.problem])
+    devices = plan_devices(config, processes=processes)
+    found = [line for line in (processes.problem, devices.problem, *variables.problems(os.environ)) if line]
+    if found:
+        fail(found)
     check(config, devices.count)
+    for line in filter(None, (processes.note, *variables.warnings(os.environ, 0 if devices.emulated else devices.count))):
+        print(f"warning: {line}", file=sys.stderr)
     if devices.message:
         print(devices.message, file=sys.stderr)
-    if not devices.emulated:  # checkpoints pass through pinned memory: let XLA use what the host has instead of its 64 GB
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
-        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(memory))
-    else:
-        flags = os.environ.get("XLA_FLAGS", "")
+    chosen = variables.defaults(os.environ, devices.count, config.guard.step_seconds, devices.emulated)
+    os.environ.update(chosen)
+    if devices.emulated:
         os.environ["JAX_PLATFORMS"] = "cpu"
-        local = devices.count // processes.count
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={local}".strip()
-    return devices.count
+        os.environ["XLA_FLAGS"] = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices.count // processes.count}"
+    elif chosen and processes.index == 0:
+        print(f"environment {', '.join(f'{name}={value}' for name, value in chosen.items())} (set, as nobody had)", file=sys.stderr)
+    return devices
 
 
 def fail(lines: Iterable[str]) -> NoReturn:
     """Print each line as an error and exit with 2."""
     for line in lines:
-        print(f"error: {line}", file=sys.stderr)
+        print(f"error: {printable(line)}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -240,14 +251,14 @@ def _read_mesh(text: str) -> tuple[Overrides, list[str]]:
     for part in text.split(","):
         axis, equals, size = (piece.strip() for piece in part.partition("="))
         if not equals:
-            found.append(f"--mesh {text}: {part!r} is not axis=size: write for example tp=4,pp=2")
+            found.append(f"--mesh {shown(text)}: {shown(part)!r} is not axis=size: write for example tp=4,pp=2")
         elif axis not in list(AXES):
-            found.append(f"--mesh {text}: unknown axis {axis}: {did_you_mean(axis, AXES)}use {any_of(AXES)}")
+            found.append(f"--mesh {shown(text)}: unknown axis {shown(axis)}: {did_you_mean(shown(axis), AXES)}use {any_of(AXES)}")
         elif axis in axes:
-            found.append(f"--mesh {text}: axis {axis} is named twice: name it once")
-        elif not size.isdigit() or int(size) < 1:
+            found.append(f"--mesh {shown(text)}: axis {axis} is named twice: name it once")
+        elif not re.fullmatch("[0-9]{1,18}", size) or int(size) < 1:
             axes[axis] = "1"
-            found.append(f"--mesh {text}: {axis}={size} is not a size: use a whole number of 1 or more")
+            found.append(f"--mesh {shown(text)}: {axis}={shown(size)} is not a size: use a whole number of 1 or more")
         else:
             axes[axis] = size
     return [(f"mesh.{axis}", axes.get(axis, "null" if axis == "dp" else "1")) for axis in AXES], found
@@ -260,50 +271,64 @@ def _type_problems(parser: ArgumentParser, files: Files, overrides: Overrides) -
         for key, value in entries.items():
             section, _, leaf = key.rpartition(".")
             nested = {section: {leaf: value}} if section else {leaf: value}
-            if not _accepts(lambda nested=nested: parser.parse_object(nested)):
-                found.append(f"{path}: {key}={value} has the wrong type: give {KEYS[key].type_name}")
+            if _is_nested(value) or not _accepts(lambda nested=nested: parser.parse_object(nested)):
+                found.append(f"{path}: {key}={shown(value)} has the wrong type: give {KEYS[key].type_name}")
     for key, value in overrides:
-        if not _accepts(lambda key=key, value=value: parser.parse_args([f"--{key}={value}"])):
-            found.append(f"{key}={value} has the wrong type: give {KEYS[key].type_name}")
+        if _is_nested(value) or not _accepts(lambda key=key, value=value: parser.parse_args([f"--{key}={value}"])):
+            found.append(f"{key}={shown(value)} has the wrong type: give {KEYS[key].type_name}")
     return found
 
 
 def _accepts(parse_one: Callable[[], object]) -> bool:
     try:
         parse_one()
-    except ArgumentError:
+    except _REFUSALS:
         return False
     return True
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """A YAML loader that refuses a key given twice in one mapping, instead of keeping the last."""
+def _values(files: Files, overrides: Overrides) -> list[Any]:
+    return [*(value for entries, _ in files.values() for value in entries.values()), *(value for _, value in overrides)]
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [str(key.value) for key, _ in node.value]
-        twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-        if twice:
-            raise yaml.constructor.ConstructorError(
-                problem=f"key {twice[0]} is given twice", problem_mark=node.start_mark
-            )
-        return super().construct_mapping(node, deep)
+
+def _is_nested(value: object) -> bool:
+    """Whether a value holds more than any option does: names with single values. The parser would copy and print all of it."""
+    if isinstance(value, str) and "&" in value and "*" in value:  # YAML that can repeat itself
+        try:
+            load_yaml(value)
+        except TooManyValuesError:
+            return True
+        except ContentError:
+            return False
+    entries = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else []
+    return any(isinstance(entry, dict | list | tuple | set) for entry in entries)
+
+
+def _typed(config: Config) -> Config:
+    """ConfigError for what the parser lets through: null for any key, names that are numbers, and whole numbers of any size."""
+    wrong = [f"{key}={'null' if value is None else shown(value)} " + (
+             "is out of range: use a number of at most 18 digits" if isinstance(value, int) else f"has the wrong type: give {entry.type_name}")
+             for key, entry in KEYS.items() if not fits(value := value_of(config, key), entry.type)]
+    if wrong:
+        raise ConfigError(wrong)
+    return config
 
 
 def _read_file(path: str) -> tuple[Entries, list[str]]:
     """The values of a YAML file by dotted key, and everything wrong with its names."""
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+        content = read_yaml(path)
     except OSError as error:
         return {}, [f"--config {path}: cannot be read ({error.strerror}): give an existing YAML file"]
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        return {}, [f"--config {path}: is not valid YAML: {' '.join(str(error).split())}"]
+    except ContentError as error:
+        return {}, [f"--config {path}: is not valid YAML: {error}"]
     if content is None:
         return {}, []
     if not isinstance(content, dict):
         return {}, [f"--config {path}: holds no sections: write for example `optim: {{lr: 0.001}}`"]
     values: Entries = {}
     for name, value in content.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and name not in KEYS:
             values |= {f"{name}.{leaf}": inner for leaf, inner in value.items()}
         else:
             values[str(name)] = value

@@ -286,11 +286,12 @@ class GuardConfig:
     """What watches over a run while it goes on."""
 
     replicas_every: int = 100
-    """Updates between looks whether values that several devices hold are the same on all of them; 0 never looks."""
+    """Updates between looks whether values that several devices hold are the same on all of them, besides one at the start and
+    before every save; 0 never looks."""
     loss_spike: str = "warn"
     """When the loss jumps up: off, warn or stop."""
     spike_deviations: float = 8.0
-    """A jump is a loss so many standard deviations of the losses before it above their mean."""
+    """A jump is a loss so many standard deviations of the 100 losses before it above their mean."""
     unplanned: str = "warn"
     """When the compiled program moves data that the layout did not ask for: off, warn or stop."""
     step_seconds: int = 600

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +26,7 @@ from jaxmeg.own_step import Loss, make_own_eval_step, own_gradients
 from jaxmeg.setup import Setup, build
 from jaxmeg.state import TrainState, fresh_state, init_state
 from jaxmeg.step import Metrics, local_rows, make_train_step, place
-from jaxmeg.validate.module_rules import problems
+from jaxmeg.validate.module_rules import problems, unread_by_engine
 
 Batch = Any
 """A tree of arrays whose first dim is the row."""
@@ -35,7 +37,8 @@ class BatchError(ValueError):
 
 
 def import_object(path: str, key: str) -> Any:
-    """The object at "package.module:name", also from the working directory. Raises ConfigError that names the key."""
+    """The object at "package.module:name", also from the working directory. Raises ConfigError that names the key, and where in the
+    user's files it went wrong."""
     module, _, name = path.partition(":")
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -43,9 +46,22 @@ def import_object(path: str, key: str) -> Any:
         value = import_module(module)
         for part in name.split("."):
             value = getattr(value, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError([f"{key}={path} can't be imported ({error}): give package.module:name"]) from error
+    except (Exception, SystemExit) as error:  # whatever a file of the user's raises
+        what, where = " ".join(str(error).split()), _place_of(error)
+        why = f"{type(error).__name__} at {where}: {what}" if where else what
+        fix = "put that right" if where else "give package.module:name"
+        raise ConfigError([f"{key}={path} can't be imported ({why}): {fix}"]) from error
     return value
+
+
+def _place_of(error: BaseException) -> str | None:
+    """"file, line n" where the user's code raised this, behind which only libraries are; None where none of it ran."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}"
+    paths = sysconfig.get_paths()
+    others = ("<", str(Path(__file__).parent), *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else None
 
 
 def own_setup(module: Any, config: Config, devices: Sequence[Any]) -> Setup:
@@ -127,9 +143,12 @@ def initialize(module: nnx.Module | Callable[[nnx.Rngs], nnx.Module], loss: Loss
         devices: by default all that jax sees.
 
     Raises:
-        ConfigError: with every mistake of the config, among them tp and pp, which a module of one's own can't have.
+        ConfigError: with every mistake of the config, among them tp and pp, which a module of one's own can't have, and options
+            that only `jaxmeg.train.run` reads.
         OwnModuleError: a module with state besides float32 parameters.
     """
     config = config if isinstance(config, Config) else config_of(config or {})
+    if found := list(unread_by_engine(config, draws_weights=not isinstance(module, nnx.Module))):
+        raise ConfigError(found)
     setup = own_setup(module, config, jax.devices() if devices is None else devices)
     return Engine(setup, loss)

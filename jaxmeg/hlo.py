@@ -109,6 +109,8 @@ class _Instruction:
     @cached_property
     def called(self) -> list[str]:
         """Names of the computations it calls."""
+        if not any(key in self.attributes for key in ("calls=", "to_apply=", "body=", "_computation")):
+            return []  # most instructions: without the search below
         plain = re.sub(r'"(?:[^"\\]|\\.)*"', "", self.attributes)
         found = re.findall(r"\b(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)", plain)
         return re.findall(r"[\w.\-]+", " ".join(found))
@@ -138,7 +140,7 @@ def _computations(text: str) -> tuple[dict[str, _Computation], str]:
     """All computations by name, and the name of the entry."""
     text, computations, entry = re.sub(r"/\*index=\d+\*/", "", text), {}, ""
     block = re.compile(r"^[ \t]*(ENTRY )?%?([\w.\-]+)[ \t]*(?:\([^\n]*)?\{[ \t]*\n(.*?)^[ \t]*\}", re.M | re.S)
-    form = re.compile(r"[ \t]*(ROOT )?%?(\S+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(?:, (\w+=.*))?[ \t]*")
+    form = re.compile(r"[ \t]*(ROOT )?%?(\S+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(?:, ([\w\-]+=.*))?[ \t]*")
     for head, name, body in block.findall(text):
         lines = {line: form.fullmatch(line) for line in body.splitlines() if line.strip()}
         if unread := [line for line, match in lines.items() if not match]:

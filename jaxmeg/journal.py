@@ -1,16 +1,20 @@
-"""What a run says and writes down of each step once its metrics have arrived: log, progress, skipped updates, late compilations."""
+"""What a run says and writes down of each step once its metrics have arrived: log, progress, late compilations; and what
+makes it stop: skipped updates, a jump of the loss, devices that disagree. Lines for people come from process 0 alone."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxmeg.checkpoint.save import Committed
+from jaxmeg.checkpoint.save import Checkpoints, Committed
+from jaxmeg.guard.replicas import Found
+from jaxmeg.guard.spikes import Spikes
 from jaxmeg.layout import is_leaf_layout
 from jaxmeg.record.compiles import Watch
 from jaxmeg.record.late import Arrival
@@ -28,12 +32,29 @@ class RunError(RuntimeError):
     """The run cannot go on; the message says at which step, why, and what to change."""
 
 
+class Start(NamedTuple):
+    """What a run, or the next part of one, starts from."""
+
+    folder: Path
+    step: int = 0
+    """Updates done before."""
+    rows: int = 0
+    """Rows of the data consumed before."""
+    loss: float | None = None
+    """Of the last update before, if it is known."""
+
+
+def warn(line: str) -> None:
+    """One line on stderr, from process 0 alone: all processes find the same."""
+    if jax.process_index() == 0:
+        print(line, file=sys.stderr)
+
+
 class Journal:
     """Writes the run's record step by step."""
 
-    def __init__(self, setup: Setup, log: Log, progress: Progress, watch: Watch, loss_before: float | None = None):
-        """loss_before: of the step that a resumed run goes on from."""
-        self.loss_before = loss_before
+    def __init__(self, setup: Setup, log: Log, progress: Progress, watch: Watch, checkpoints: Checkpoints, start: Start):
+        self.checkpoints, self.start, self.spikes = checkpoints, start, Spikes(setup.config.guard.spike_deviations)
         self.setup, self.log, self.progress, self.watch = setup, log, progress, watch
         self.speed, self.devices = speed_of(setup), list(setup.mesh.devices.flat)
         self.losses: list[float] = []
@@ -46,7 +67,7 @@ class Journal:
         self.seen: set[str] = set()
 
     def steps(self, arrivals: Iterable[Arrival[Metrics]]) -> None:
-        """Take down steps in order. Raises RunError where updates were skipped too often."""
+        """Take down steps in order. Raises RunError where updates were skipped too often, or the loss jumped and is to stop the run."""
         for arrival in arrivals:
             metrics, seconds = arrival.metrics, arrival.seconds
             record: dict[str, Any] = {
@@ -55,14 +76,22 @@ class Journal:
                 "loss_scale": float(metrics.loss_scale), "step_s": seconds.step, "data_wait_s": seconds.data_wait,
                 "evaluate_s": seconds.evaluate, "save_s": seconds.save, "profile_s": seconds.profile,
                 **self.speed.rates(seconds.training), **memory_record(self.devices)}
-            if not self.losses and self.loss_before is not None:
-                self._compare_with_before(record)
+            if not self.losses and self.start.loss is not None:
+                self._compare_with_before(record, self.start.loss)
             self.losses.append(record["loss"])
             self.seconds += seconds.training
             self.applied = record["applied"]
             self.log.write(record)
             self.progress.step(record)
             self._check_skips(arrival.step, metrics)
+            self._check_spike(record)
+
+    def replicas(self, found: Found | None) -> None:
+        """What a look at the replicas found. Raises RunError for a difference."""
+        if found:
+            raise RunError(f"stopped after update {found.step}: devices that hold the same values don't agree: {found.text}: a device or "
+                           "link is faulty, or the program is wrong (scripts/verify.py shows whether the layout computes what one device "
+                           f"does); nothing more is saved; {self._way_back()}")
 
     def validated(self, step: int, loss: float, count: float) -> None:
         self.validation = (loss, count)
@@ -83,12 +112,12 @@ class Journal:
             self.watch.new()
             self.seen.add(what)
 
-    def _compare_with_before(self, record: dict[str, Any]) -> None:
+    def _compare_with_before(self, record: dict[str, Any], before: float) -> None:
         """A run that goes on starts about where it stopped; one that has lost its weights does not."""
-        loss, before = record["loss"], self.loss_before or 0.0
+        loss = record["loss"]
         if loss > before + max(0.5, 0.25 * before):
-            print(f"warning: step {record['step']}: loss {loss:.4f}, and it was {before:.4f} when the run stopped: see that --resume names "
-                  "the right run and that the data is the same", file=sys.stderr)
+            warn(f"warning: step {record['step']}: loss {loss:.4f}, and it was {before:.4f} when the run stopped: see that --resume names "
+                 "the right run and that the data is the same")
 
     def dispatched(self, step: int) -> None:
         """Report what has been compiled since the step before, except on the first two steps of this start."""
@@ -96,8 +125,8 @@ class Journal:
         for found in self.watch.new():
             if found.seconds >= SLOW_COMPILE and self.num_dispatched > 2:
                 self.log.write({"step": step, "compiled": found.name, "compile_s": found.seconds})
-                print(f"step {step}: {found.name} was compiled in the run ({found.seconds:.1f} s): a shape or dtype has changed since its "
-                      "first use", file=sys.stderr)
+                warn(f"step {step}: {found.name} was compiled in the run ({found.seconds:.1f} s): a shape or dtype has changed since its "
+                     "first use")
 
     def _check_skips(self, step: int, metrics: Metrics) -> None:
         """Say which leaf made an update be skipped, and stop after too many in a row.
@@ -111,8 +140,38 @@ class Journal:
         bad = np.flatnonzero(~np.asarray(metrics.leaf_finite))
         where = f"the first of {len(bad)} gradient leaves that are not finite is {paths[bad[0]]}" if len(bad) else "the loss is not finite"
         halves = f"; loss scale {scale:g} halves" if setup.compute == "fp16" else ""
-        print(f"step {step}: update skipped, {where}{halves}", file=sys.stderr)
+        warn(f"step {step}: update skipped, {where}{halves}")
         limit = setup.config.optim.max_skipped_updates
         if skipped >= limit and (setup.compute != "fp16" or scale <= 1):
             raise RunError(f"stopped at step {step}: {skipped} updates in a row were skipped (optim.max_skipped_updates={limit}); {where}: "
                            "lower optim.lr, lengthen optim.warmup, or look at the data of these steps")
+
+    def _check_spike(self, record: dict[str, Any]) -> None:
+        """Say that the loss jumped, or stop: before the state after this update is saved."""
+        guard, step = self.setup.config.guard, record["step"]
+        spike = self.spikes.see(record["loss"]) if guard.loss_spike != "off" else None
+        if spike is None:
+            return
+        self.log.write({"step": step, "loss_spike": spike.deviations})
+        text = (f"the loss jumped to {record['loss']:.4f}, {spike.deviations:.1f} standard deviations ({spike.deviation:.4f}) above "
+                f"{spike.mean:.4f}, the mean of the {spike.num_losses} losses before it; gradient norm {record['grad_norm']:.3f}; "
+                f"{self._rows_of(step)}")
+        if guard.loss_spike == "stop":
+            raise RunError(f"stopped at step {step}: {text} (guard.loss_spike=stop); {self._way_back()}; the same rows come again: change "
+                           "the data or optim.lr, or use guard.loss_spike warn")
+        warn(f"warning: step {step}: {text}")
+
+    def _rows_of(self, step: int) -> str:
+        """The rows of an update, and how to look at them."""
+        size = self.setup.config.data.global_batch
+        first = self.start.rows + (step - self.start.step - 1) * size
+        look = "of data.source" if self.setup.own else (
+            f"(python scripts/preview_data.py --config {self.start.folder / 'config.yaml'} --from {first} --rows {size})")
+        return f"it read rows {first} to {first + size - 1} {look}"
+
+    def _way_back(self) -> str:
+        """How to go on after a stop, once what is being saved has been."""
+        self.checkpoints.wait()
+        step = self.checkpoints.latest
+        return "there is no checkpoint to go on from" if step is None else (
+            f"go on from the checkpoint after update {step} with --resume {self.start.folder}")

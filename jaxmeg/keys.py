@@ -16,7 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 from jaxmeg import config as config_module
 from jaxmeg.config import Config
-from jaxmeg.wording import any_of
+from jaxmeg.wording import any_of, shown
 
 SHORT_FORMS: dict[str, str] = {
     "model": "model.preset",
@@ -143,6 +143,7 @@ def section_keys(section: str) -> list[str]:
 
 def unknown_key(name: str) -> str:
     """The message for a key that does not exist: names the nearest keys, or what the section has."""
+    name = shown(name)
     section, _, leaf = name.rpartition(".")
     known = OTHER_NAMES.get(leaf) or (SHORT_FORMS.get(leaf) if not section else None)
     near = [known] if known else _nearest_keys(name)

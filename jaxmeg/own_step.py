@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -29,7 +30,13 @@ Loss = Callable[[Any, Any], Any]
 def _sums(setup: Setup, loss: Loss, params: Any, batch: Any, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(sum of weight * loss, sum of weights) of the rows that are valid, bool [n]; fp32."""
     value = loss(setup.model.bind(params), batch)
-    losses, weights = value if isinstance(value, tuple) else (value, None)
+    parts = value if isinstance(value, tuple) else (value,)
+    if len(parts) > 2 or not parts or not all(isinstance(x, jax.Array | np.ndarray) for x in parts):
+        shown = f"({', '.join(type(x).__name__ for x in parts)})" if isinstance(value, tuple) else f"a {type(value).__name__}"
+        raise OwnModuleError(f"the loss returned {shown}: return an array of losses, or (losses, weights)")
+    losses, weights = parts if len(parts) == 2 else (parts[0], None)
+    if not jnp.issubdtype(losses.dtype, jnp.floating):
+        raise OwnModuleError(f"the loss returned losses of dtype {losses.dtype}, which have no gradient: return floating-point numbers")
     rows = valid.shape[0]
     if jnp.ndim(losses) < 1 or losses.shape[0] != rows or (weights is not None and jnp.shape(weights) != losses.shape):
         shown = jnp.shape(losses) if weights is None else f"{jnp.shape(losses)} and weights of shape {jnp.shape(weights)}"

@@ -40,7 +40,7 @@ class Result:
     losses: list[float]
     """Of the steps of this start, in order; nats a token."""
     validation: tuple[float, float] | None
-    """(mean loss, tokens) of the last evaluation."""
+    """(mean loss, tokens) of the last evaluation; with a module of the user's, (mean loss, sum of weights)."""
     sample: str | None
     folder: Path
     seconds: float
@@ -141,8 +141,9 @@ class Progress:
             console.print(f"step {n:>5}/{self.steps}  {text}  {left:.0f} s left", soft_wrap=True)
 
     def validation(self, step: int, loss: float, count: float) -> None:
-        unit = "" if self.unit == "rows" else " nats a token"
-        console.print(f"step {step:>5}/{self.steps}  validation loss {loss:.4f}{unit} over {count:,.0f} {self.unit}", soft_wrap=True)
+        """count: trained tokens; with a module of the user's, the sum of the weights that its loss gives, 1 each if it gives none."""
+        what = f"over weights of {count:,.6g} in all" if self.unit == "rows" else f"nats a token over {count:,.0f} tokens"
+        console.print(f"step {step:>5}/{self.steps}  validation loss {loss:.4f} {what}", soft_wrap=True)
 
 
 def tokenizing() -> Callable[[int, int, int], None]:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import combinations
-from pathlib import Path
 from types import MappingProxyType
 
-import yaml
-
-from jaxmeg.wording import any_of, did_you_mean
+from jaxmeg.files import ContentError, read_yaml
+from jaxmeg.wording import any_of, did_you_mean, shown
 
 DEFAULT_RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -51,13 +49,13 @@ def _show(axes: tuple[str, ...]) -> str:
 
 def _dim_problems(dim: str, axes: object) -> list[str]:
     if dim not in DEFAULT_RULES:
-        return [f'unknown dim "{dim}": {did_you_mean(str(dim), DEFAULT_RULES)}use {any_of(DEFAULT_RULES)}']
+        return [f'unknown dim "{shown(dim)}": {did_you_mean(shown(dim), DEFAULT_RULES)}use {any_of(DEFAULT_RULES)}']
     if not isinstance(axes, list) or not all(isinstance(axis, str) for axis in axes):
-        return [f"{dim}: {axes!r} is not a list of mesh axes: write for example {_show(DEFAULT_RULES[dim])}"]
+        return [f"{dim}: {shown(repr(axes))} is not a list of mesh axes: write for example {_show(DEFAULT_RULES[dim])}"]
     found = []
     for axis in dict.fromkeys(axes):
         if axis not in MESH_AXES:
-            found.append(f'{dim}: unknown mesh axis "{axis}": {did_you_mean(axis, MESH_AXES)}use {any_of(MESH_AXES)}')
+            found.append(f'{dim}: unknown mesh axis "{shown(axis)}": {did_you_mean(shown(axis), MESH_AXES)}use {any_of(MESH_AXES)}')
         elif axes.count(axis) > 1:
             found.append(f"{dim}: axis {axis} is named {axes.count(axis)} times: name it once")
     if found or tuple(axes) in ALLOWED[dim]:
@@ -86,11 +84,11 @@ def read_rules(path: str) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     """
     defaults = dict(DEFAULT_RULES)
     try:
-        table = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        table = read_yaml(path)
     except OSError as error:
         return defaults, [f"cannot be read ({error.strerror}): give an existing YAML file"]
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        return defaults, ["is not valid YAML: " + " ".join(str(error).split())]
+    except ContentError as error:
+        return defaults, [f"is not valid YAML: {error}"]
     table = {} if table is None else table
     found = rule_problems(table)
     if found:

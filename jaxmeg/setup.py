@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxmeg.config import Axis, Config, Resolved, resolve
+from jaxmeg.config import Axis, Config, DataConfig, Resolved, resolve
 from jaxmeg.layout import Layout, make_layout
 from jaxmeg.mesh import build_mesh
 from jaxmeg.models.decoder import Decoder
@@ -79,6 +79,14 @@ def parameter_shapes(model: Any, num_rows: int) -> Any:
     return jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((num_rows,), jnp.int32))
 
 
+def attention_kernel(data: DataConfig, compute: str, head_dim: int, device: Any, platform: str | None = None) -> tuple[str, str]:
+    """(kernel, why) on a device, which may be a stand-in for one of `platform`. Whether documents share rows in fact is known when
+    the data is read; here it counts whether they may."""
+    packed = data.separate and data.packing != "none"
+    capability = getattr(device, "compute_capability", None)
+    return choose_kernel(platform or str(device.platform), compute, head_dim, data.seq_len, packed, capability)
+
+
 def build(config: Config, devices: Sequence[Any], platform: str | None = None, own: OwnModel | None = None) -> Setup:
     """Set up a run on the first devices of `devices`, which may be stand-ins to compile for.
 
@@ -89,7 +97,7 @@ def build(config: Config, devices: Sequence[Any], platform: str | None = None, o
     arch = resolved.arch
     mesh = build_mesh({str(axis): size for axis, size in resolved.mesh.items()}, devices)
     compute = "fp32" if own else compute_dtype(config.precision.compute, devices[0])
-    kernel, reason = choose_kernel(platform or str(devices[0].platform), compute, arch.head_dim)
+    kernel, reason = attention_kernel(config.data, compute, arch.head_dim, devices[0], platform)
     placement = place_layers(arch.num_layers, resolved.mesh[Axis.PP], resolved.chunks)
     options = Options(dtype=jnp.dtype(DTYPES[compute]), kernel=kernel, dropout=config.train.dropout)
     vocab_axes = tuple(axis for axis in resolved.rules["vocab"] if resolved.mesh[Axis(axis)] > 1)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from rich.console import Console
 
+from jaxmeg.cli import ConfigError
 from jaxmeg.config import Config
 from jaxmeg.data.dataset import Dataset, Rows, open_data
 from jaxmeg.data.loader import batches, read_ahead
@@ -23,6 +26,8 @@ from jaxmeg.report import tokenizing
 from jaxmeg.setup import Setup, build
 from jaxmeg.state import TrainState, init_state
 from jaxmeg.step import local_rows, make_train_step, place_rows
+from jaxmeg.validate.check import problems
+from jaxmeg.validate.run_rules import unread
 
 Evaluate = Callable[[Any], tuple[float, float]]
 
@@ -55,8 +60,11 @@ class Task:
 
 
 def text_task(config: Config, devices: Sequence[Any]) -> Task:
-    """The decoder of `config.model` on the documents of `config.data`. Raises DataError."""
+    """The decoder of `config.model` on the documents of `config.data`. Raises ConfigError, DataError."""
+    if found := [*problems(config, len(devices)), *_not_as_started(config, devices)]:
+        raise ConfigError(found)
     setup = build(config, devices)
+    _warn_of_unread(setup)
     training, validation = open_data(config.data, config.train.seed, tokenizing())
     _check_vocabulary(setup, training, validation)
     M, size = setup.resolved.num_microbatches, config.data.global_batch
@@ -73,6 +81,25 @@ def text_task(config: Config, devices: Sequence[Any]) -> Task:
         data={dataset.report.split: dataset.report.as_dict() for dataset in datasets},
         print_data=lambda console: print_reports(console, *(dataset.report for dataset in datasets)),
         tokenizer=load_tokenizer(config.data.tokenizer))
+
+
+def _not_as_started(config: Config, devices: Sequence[Any]) -> Iterator[str]:
+    """Options on devices and processes that jax was started without: they have no effect once it runs."""
+    platform, count = devices[0].platform, config.distributed.num_processes
+    if config.emulate is not None and (platform != "cpu" or len(devices) != config.emulate):
+        yield (f"emulate={config.emulate} has no effect on a jax that runs on {len(devices)} {platform} devices: leave emulate out, or "
+               f"start with scripts/train.py")
+    if count is not None and count != jax.process_count():
+        yield (f"distributed.num_processes={count} has no effect on a jax of {jax.process_count()} processes: leave it out, or start with "
+               f"scripts/train.py")
+
+
+def _warn_of_unread(setup: Setup) -> None:
+    device = setup.mesh.devices.flat[0]
+    if jax.process_index() == 0:
+        for line in unread(setup.config, own=setup.own, compute=setup.compute, platform=device.platform,
+                           num_devices=setup.mesh.devices.size, num_processes=jax.process_count()):
+            print(f"warning: {line}", file=sys.stderr)
 
 
 def _check_vocabulary(setup: Setup, *datasets: Dataset | None) -> None:
@@ -94,7 +121,10 @@ def _text_evaluate(setup: Setup, validation: Dataset) -> Evaluate:
 
 def own_task(config: Config, devices: Sequence[Any], module: Any, loss: Loss, source: RowSource) -> Task:
     """A module of the user's on a source of rows. Raises ConfigError, OwnModuleError, DataError."""
+    if found := list(_not_as_started(config, devices)):
+        raise ConfigError(found)
     setup = own_setup(module, config, devices)
+    _warn_of_unread(setup)
     stream = open_rows(source, config.train.seed, config.data.validation_fraction)
     size, place = config.data.global_batch, Microbatches(setup)
 

@@ -22,11 +22,14 @@ from jaxmeg.checkpoint.save import Checkpoints
 from jaxmeg.cli import ConfigError
 from jaxmeg.config import Config
 from jaxmeg.engine import import_object
-from jaxmeg.journal import Journal, RunError
+from jaxmeg.guard.program import read_back
+from jaxmeg.guard.replicas import Replicas
+from jaxmeg.journal import Journal, RunError, Start, warn
 from jaxmeg.pipeline.check import check_schedule
 from jaxmeg.processes.agree import together
 from jaxmeg.processes.connect import from_first_process
 from jaxmeg.processes.stop import StopSignal
+from jaxmeg.processes.watchdog import Watchdog
 from jaxmeg.record.cache import outcome, set_up_cache
 from jaxmeg.record.compiles import Watch
 from jaxmeg.record.folder import cannot_write, new_folder, reopen_folder, unwritable
@@ -41,6 +44,7 @@ from jaxmeg.setup import Setup
 from jaxmeg.state import TrainState, fresh_state
 from jaxmeg.step import Metrics
 from jaxmeg.task import Task, own_task, text_task
+from jaxmeg.wording import shown
 
 
 class Stopped(RunError):
@@ -59,6 +63,11 @@ def run(config: Config, devices: list[Any] | None = None, *, module: Any = None,
     import path in the config (model.module, model.loss, data.source).
     Raises RunError, and ConfigError, DataError, OwnModuleError, CheckpointError for what the user can put right.
     """
+    with Watchdog(config.guard) as watchdog:
+        return _watched(config, watchdog, devices, module, loss, data)
+
+
+def _watched(config: Config, watchdog: Watchdog, devices: list[Any] | None, module: Any, loss: Any, data: Any) -> Result | None:
     devices = jax.devices() if devices is None else devices
     console.quiet = jax.process_index() != 0
     cache = set_up_cache(config.record.compile_cache, devices[0].platform)
@@ -76,16 +85,23 @@ def run(config: Config, devices: list[Any] | None = None, *, module: Any = None,
         check_schedule(setup)
     task.print_data(console)
     with Watch() as watch:
-        return _run(task, watch)
+        return _run(task, watch, watchdog)
 
 
 def _make_task(config: Config, devices: list[Any], module: Any, loss: Any, data: Any) -> Task:
-    model = config.model
+    model, source = config.model, config.data.source
+    paths = (("model.module", module, model.module), ("model.loss", loss, model.loss), ("data.source", data, source))
+    found = [f"{key}={shown(path)} has no effect beside the {key.split('.')[1]} that run() was given: leave one of them out"
+             for key, given, path in paths if given is not None and path is not None]
+    if module is None and model.module is None and not (loss is None and data is None):
+        found.append("run() was given loss or data without a module: give module too, or model.module")
+    if found:
+        raise ConfigError(found)
     module = import_object(model.module, "model.module") if module is None and model.module else module
     if module is None:
         return text_task(config, devices)
     loss = import_object(model.loss, "model.loss") if loss is None and model.loss else loss
-    data = import_object(config.data.source, "data.source") if data is None and config.data.source else data
+    data = import_object(source, "data.source") if data is None and source else data
     missing = [f"{key} is missing: give package.module:name of {what}"
                for value, key, what in ((loss, "model.loss", "the loss of your module"), (data, "data.source", "rows for your module"))
                if value is None]
@@ -94,7 +110,7 @@ def _make_task(config: Config, devices: list[Any], module: Any, loss: Any, data:
     return own_task(config, devices, module, loss, data)
 
 
-def _run(task: Task, watch: Watch) -> Result:
+def _run(task: Task, watch: Watch, watchdog: Watchdog) -> Result:
     setup, config = task.setup, task.setup.config
     extra = {"tokenizer": task.tokenizer.fingerprint if task.tokenizer else None, "data": task.data}
     state, consumed = _first_state(task, extra)
@@ -104,44 +120,60 @@ def _run(task: Task, watch: Watch) -> Result:
         compiled, compile_seconds = _compile(task, state, rows, watch)
         folder = _folder(setup)  # only now: what can't be compiled leaves no folder, and no config in the run it was to go on
         loss_before = logged_loss(folder, first) if first else None
+        replicas = Replicas(setup)
+        if replicas.line:
+            console.print(f"replicas    {replicas.line}", soft_wrap=True)
+        replicas.look(first, state)
         late = Late[Metrics]()
         with (Progress(setup, first) as progress,
               Log(folder, tensorboard=config.record.tensorboard, resume_step=first or None, enabled=jax.process_index() == 0) as log,
               Checkpoints(setup, folder, config.checkpoint, extra) as checkpoints,
               Profile(config.record.profile, folder, late) as profile):
-            journal = Journal(setup, log, progress, watch, loss_before)
+            journal = Journal(setup, log, progress, watch, checkpoints, Start(folder, first, consumed, loss_before))
+
+            watchdog.checkpoint = lambda: (checkpoints.latest, str(folder))
 
             def settle() -> None:
                 journal.steps(late.flush())
+                journal.replicas(replicas.late())
 
             while True:
+                watchdog.at("step", n + 1)
                 with profile.update(n + 1, settle):
                     state, metrics = compiled(state, rows)
                     journal.dispatched(n + 1)
                     journal.steps(late.push(n + 1, metrics))
+                journal.replicas(replicas.late())
                 consumed += config.data.global_batch
                 last, validation_loss = n + 1 == steps, None
-                told = stop.requested() or n + 1 == config.train.stop_after
+                told = stop.requested(n + 1) or n + 1 == config.train.stop_after
+                save = last or told or _due(n + 1, config.checkpoint.every)
+                if save or replicas.due(n + 1):
+                    replicas.look(n + 1, state)
                 journal.committed(checkpoints.check())
                 if task.evaluate and (last or _due(n + 1, config.train.eval_every)):
                     settle()
                     together("evaluate")
+                    watchdog.at("evaluate", n + 1)
                     with late.apart("evaluate"), journal.first("evaluate"):
                         validation_loss, count = task.evaluate(state.params)
                     journal.validated(n + 1, validation_loss, count)
-                if last or told or _due(n + 1, config.checkpoint.every):
+                if save:
                     settle()
                     if last or told or journal.applied:
+                        watchdog.at("save", n + 1)
                         with late.apart("save"), journal.first("save"):
                             checkpoints.save(state, n + 1, consumed, validation_loss)
                 if last or told:
                     break
+                watchdog.at("data", n + 2)
                 with late.apart("data_wait"):
                     n, rows = next(batches)
+            watchdog.at("end", n + 1)
             text = task.sample(state.params) if last else None
             checkpoints.wait()
-            while save := checkpoints.check():
-                journal.committed(save)
+            while committed := checkpoints.check():
+                journal.committed(committed)
     if profile.written:
         console.print(f"trace       {profile.where()}", soft_wrap=True)
     if not last and n + 1 != config.train.stop_after:
@@ -228,4 +260,19 @@ def _compile(task: Task, state: TrainState, rows: Any, watch: Watch) -> tuple[An
     lines = memory_lines(task.setup, rows, compiled)
     console.print(f"memory      {describe(lines, list(task.setup.mesh.devices.flat))}", soft_wrap=True)
     console.print(f"speed       {speed_of(task.setup).formula()}", soft_wrap=True)
+    _read_back(task.setup, compiled)
     return compiled, seconds
+
+
+def _read_back(setup: Setup, compiled: Any) -> None:
+    """What the step moves between devices, and what it should not. Raises RunError if that is to stop the run."""
+    action = setup.config.guard.unplanned
+    if action == "off" or setup.mesh.devices.size == 1:
+        return
+    found = read_back(setup, compiled)
+    if found.traffic:
+        console.print(f"traffic     {found.traffic}", soft_wrap=True)
+    if found.unplanned and action == "stop":
+        raise RunError(f"stopped before the first update: {found.unplanned} (guard.unplanned=stop)")
+    if found.unplanned:
+        warn(f"warning: {found.unplanned}")

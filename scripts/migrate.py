@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jaxmeg.cli import fail
+from jaxmeg.files import read_text
 from jaxmeg.migrate.core import SourceError
 from jaxmeg.migrate.report import HEADING, to_lines, to_yaml, train_command, warnings
 from jaxmeg.migrate.run import FORMATS, check, migrate, read_settings
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"--devices {args.devices}: use 1 or more")
     source = str(args.file) if args.file else "the command line"
     try:
-        text = args.file.read_text(encoding="utf-8") if args.file else shlex.join(arguments)
+        text = read_text(args.file) if args.file else shlex.join(arguments)
         _check_target(args.out)
         out = migrate(text, source, args.devices, "megatron" if arguments else args.format, read_settings(args.settings))
     except SourceError as error:
@@ -59,15 +60,18 @@ def main(argv: list[str]) -> int:
     if args.out is None:
         print(f"\n{config}", end="")
         return 0
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(config, encoding="utf-8")
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(config, encoding="utf-8")
+    except OSError as error:
+        fail([f"--out {args.out} cannot be written ({error.strerror}): give another name"])
     print(f"\nwrote {args.out}; train with\n  {train_command(str(args.out))}")
     return 0
 
 
 def _check_target(path: Path | None) -> None:
     """Only a file that was written here is written again. Raises SourceError."""
-    if path is not None and path.exists() and not path.read_text(encoding="utf-8").startswith(HEADING):
+    if path is not None and path.exists() and not path.read_bytes().startswith(HEADING.encode()):
         raise SourceError(f"--out {path} exists and was not written here: give another name")
 
 

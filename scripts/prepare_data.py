@@ -24,7 +24,9 @@ from jaxmeg.data.prepare import Prepared, find_all, prepare
 from jaxmeg.data.sources import Dropped, read_file
 from jaxmeg.data.store import SUFFIXES, DataError
 from jaxmeg.data.tokenizer import Tokenizer, find_end_id, load_tokenizer, train_bpe
+from jaxmeg.wording import printable, shown
 
+MOST_WORKERS = 1024
 console = Console(highlight=False)
 if not console.is_terminal:
     console.width = 1000  # a file has no margin to wrap at
@@ -42,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         tokenizer, prepared = run(args)
     except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"error: {error.filename or args.out}: {error.strerror}: no store was written", file=sys.stderr)
@@ -66,8 +68,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--overwrite", action="store_true", help="replace a store of that name")
     args = parser.parse_intermixed_args(argv)  # inputs may stand anywhere
     args.out = args.out.removesuffix(".bin").removesuffix(".idx")
-    if args.workers is not None and args.workers < 1:
-        parser.error(f"--workers={args.workers} is no number of processes: use 1 or more")
+    if args.workers is not None and not 1 <= args.workers <= MOST_WORKERS:
+        use = "1 or more" if args.workers < 1 else f"{MOST_WORKERS:,} or less"
+        parser.error(f"--workers={shown(args.workers)} is no number of processes: use {use}")
     if args.train_bpe is not None and args.tokenizer != "bytes":
         parser.error(f"--train_bpe={args.train_bpe} and --tokenizer={args.tokenizer} are two tokenizers: give one of them")
     if not Path(args.out).name or Path(args.out).is_dir():
@@ -141,10 +144,10 @@ def reporting() -> Iterator[Callable[[int, int, int], None]]:
 def print_summary(args: argparse.Namespace, tokenizer: Tokenizer, prepared: Prepared) -> None:
     """What went in, what came out, how fast, and the command that trains on it."""
     counts, files, seconds = prepared.counts, prepared.files, prepared.seconds
-    left_out = f" ({len(files.left_out):,} of other kinds left out, first {files.left_out[0]})" if files.left_out else ""
+    left_out = f" ({len(files.left_out):,} of other kinds left out, first {printable(str(files.left_out[0]))})" if files.left_out else ""
     rows = [("files", f"{len(files.read):,}{left_out}"), ("records read", f"{counts.read:,}"), ("documents kept", f"{counts.kept:,}")]
     for reason, number in counts.dropped.items():
-        first = f", first {counts.first[reason]}" if reason in counts.first else ""
+        first = f", first {printable(counts.first[reason])}" if reason in counts.first else ""
         rows.append((f"dropped: {reason}", f"{number:,}{first}"))
     rows += [
         ("tokens", f"{prepared.tokens:,} of {tokenizer.vocab_size:,} ids, tokenizer {tokenizer.name}"),

@@ -16,6 +16,9 @@ from jaxmeg.pipeline.notation import ScheduleFileError
 from jaxmeg.pipeline.schedules import NAMES, Table, make_table
 from jaxmeg.pipeline.timeline import FIGURES, print_timeline, save_timeline
 from jaxmeg.pipeline.user import Cost, is_schedule_file, read_schedule, user_table, write_schedule
+from jaxmeg.wording import shown
+
+MOST_CELLS = 100_000  # forwards of a table
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,8 +40,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--write", type=Path, help="write the schedule as rows of ticks (.csv) too")
     args = parser.parse_args(argv)
     costs = (args.forward_cost, args.backward_cost)
-    if min(costs) <= 0:
-        parser.error(f"costs of {costs[0]:g} and {costs[1]:g}: both must be positive")
+    if not all(1e-9 <= cost <= 1e9 for cost in costs):
+        parser.error(f"costs of {costs[0]:g} and {costs[1]:g}: both must be positive, from 1e-9 to 1e9")
     try:
         table, cost = make(args)
         if args.out:
@@ -64,6 +67,9 @@ def make(args: argparse.Namespace) -> tuple[Table, Cost | None]:
     if not is_schedule_file(args.schedule):
         if missing := [f"--{name}" for name in ("pp", "microbatches") if sizes[name] is None]:
             raise ValueError(f"{' and '.join(missing)} must be given with --schedule {args.schedule}")
+        cells = args.pp * (args.chunks or 1) * args.microbatches
+        if abs(cells) > MOST_CELLS:
+            raise ValueError(f"--pp x --chunks x --microbatches is {shown(cells)}: use at most {MOST_CELLS:,}")
         return make_table(args.schedule, args.pp, args.chunks or 1, args.microbatches), None
     user = read_schedule(args.schedule)
     has = {"pp": user.num_stages, "microbatches": user.num_microbatches, "chunks": user.num_chunks}

@@ -1,27 +1,50 @@
 #!/usr/bin/env python3
 """Train a model: `python scripts/train.py --mesh tp=4,pp=2`. The path is here -> jaxmeg.train.run -> step.make_train_step."""
 
+import os
 import sys
+import traceback
 
 from jaxmeg.cli import ConfigError, fail, parse, start
+from jaxmeg.config import Config, mesh_sizes
+from jaxmeg.processes.roll_call import StartError
+from jaxmeg.processes.variables import collective_of, explain
 
 
 def main(argv: list[str]) -> int:
     config = parse(argv)
-    count = start(config)
+    devices = start(config)
 
     import jax  # from here on the number of devices is fixed
+
+    from jaxmeg.processes.connect import connect
+    from jaxmeg.processes.leave import leave
+
+    try:
+        connect(config.distributed, devices, config.guard.silent_seconds)
+    except StartError as error:
+        fail([str(error)])
+    try:
+        if len(jax.devices()) < devices.count:
+            fail([f"jax sees {len(jax.devices())} {jax.default_backend()} devices, and the run has {devices.count}: check the driver and "
+                  "jax's plugin with tpu_gpu_setup/check_devices.py, or run on the CPU with --emulate"])
+        return leave(train(config))
+    except SystemExit as end:
+        return leave(int(end.code or 0))
+    except Exception:
+        traceback.print_exc()
+        return leave(1)
+
+
+def train(config: Config) -> int:
+    """The exit code."""
+    import jax
 
     from jaxmeg.checkpoint.manifest import CheckpointError
     from jaxmeg.data.store import DataError
     from jaxmeg.models.own import OwnModuleError
-    from jaxmeg.processes.connect import connect
     from jaxmeg.train import RunError, Stopped, run
 
-    connect(config.distributed)
-    if len(jax.devices()) < count:
-        fail([f"jax sees {len(jax.devices())} {jax.default_backend()} devices, but this machine has {count}: check the driver and jax's "
-              "plugin with tpu_gpu_setup/check_devices.py, or run on the CPU with --emulate"])
     try:
         run(config)
     except (ConfigError, CheckpointError, DataError, OwnModuleError) as error:
@@ -35,6 +58,15 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted at once: the checkpoints so far are all there is", file=sys.stderr)
         return 130
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        found = explain(str(error))
+        if found is None or os.environ.get("JAXMEG_VERBOSE"):
+            raise
+        sizes = {str(axis): size for axis, size in mesh_sizes(config.mesh, jax.device_count()).items()}
+        where = collective_of(str(error), [device.id for device in jax.devices()], sizes)
+        said = str(error).splitlines()[0][:200]
+        print(f"error: {found.line}{f'; it was {where}' if where else ''} (jax: {said}; JAXMEG_VERBOSE=1 shows all)", file=sys.stderr)
+        return 1
     return 0
 
 

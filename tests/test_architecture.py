@@ -21,23 +21,28 @@ PACKAGE = "jaxmeg"
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("", "config", "arch", "hardware", "flops", "rules", "cli", "devices", "keys", "wording", "validate", "migrate")
     + ("checkpoint", "checkpoint.manifest", "checkpoint.resume", "processes", "processes.find")
+    + ("processes.variables", "processes.roll_call", "processes.verdict", "launch", "faults", "typed", "files")
+    + ("doctor", *(f"doctor.{name}" for name in ("finding", "packages", "gpus", "host", "plan", "child", "examine")))
+    + ("verify", *(f"verify.{name}" for name in ("shrink", "layouts", "certificate", "search", "start", "text")))
     + ("record", "record.window")
     + ("data", "data.dataset", "data.mixing", "data.packing", "data.prepare", "data.report", "data.sources", "data.split", "data.store")
     + ("data.tokenizer",)
     + ("pipeline", *(f"pipeline.{name}" for name in ("notation", "packing", "schedules", "ticks", "timeline", "user"))),
-    ("_compat", "mesh", "layout", "parallel", "precision", "processes.agree", "processes.connect"),
+    ("_compat", "mesh", "layout", "parallel", "precision", "processes.agree", "processes.connect")
+    + ("processes.store", "processes.leave", "processes.watchdog"),
     ("ops",),
     ("models",),
     ("pipeline.scan", "optim", "finetune"),
     ("state", "step", "setup", "own_step", "aot", "hlo", "checkpoint.canonical"),
-    ("data.loader", "data.source", "checkpoint.save", "checkpoint.restore", "processes.stop", "hf")
+    ("data.loader", "data.source", "checkpoint.save", "checkpoint.restore", "processes.stop", "hf", "guard")
+    + tuple(f"doctor.{name}" for name in ("rates", "links", "forward", "probe"))
     + tuple(f"record.{name}" for name in ("cache", "compiles", "folder", "late", "log", "memory", "profile", "speed")),
     ("planner",),
-    ("train", "task", "engine", "journal", "evaluate", "verify", "ablate", "report", "pipeline.check"),
+    ("train", "task", "engine", "journal", "evaluate", "verify.measure", "verify.run", "ablate", "report", "pipeline.check"),
 )
 ROOM_OF = {f"{PACKAGE}.{name}".rstrip("."): number for number, names in enumerate(ROOMS, 1) for name in names}
 # Packages that mix rooms: each of their modules needs its own place in the table.
-BY_MODULE = {PACKAGE, f"{PACKAGE}.data", f"{PACKAGE}.pipeline", f"{PACKAGE}.record", f"{PACKAGE}.checkpoint", f"{PACKAGE}.processes"}
+BY_MODULE = {PACKAGE, *(f"{PACKAGE}.{name}" for name in ("data", "pipeline", "record", "checkpoint", "processes", "doctor", "verify"))}
 JAX_FREE_ROOM = 1
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 MAX_LINES = 500

@@ -11,6 +11,7 @@ from jaxmeg import cli, devices
 from jaxmeg.config import Config, MeshConfig
 from jaxmeg.devices import Devices, plan_devices
 from jaxmeg.keys import KEYS, OTHER_NAMES, SHORT_FORMS
+from jaxmeg.processes.find import Processes
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -261,7 +262,7 @@ def test_accelerators_are_counted_not_emulated(machine, capsys):
     assert plan(Config(), root, CUDA_VISIBLE_DEVICES="1")[0] == 1
     assert plan(Config(emulate=8), root) == (8, True, "emulating 8 devices on the CPU")
     assert plan(Config(mesh=MeshConfig(tp=4)), root, JAX_PLATFORMS="cpu")[:2] == (4, True)
-    assert plan_devices(Config(), {}, root, num_processes=4).count == 8
+    assert plan_devices(Config(), {}, root, processes=Processes(count=4, index=0, origin="")).count == 8
     with pytest.raises(SystemExit):
         cli.check(Config(mesh=MeshConfig(tp=4)), plan(Config(mesh=MeshConfig(tp=4)), root)[0])
     assert capsys.readouterr().err == (

@@ -3,8 +3,10 @@
 The reference shares nothing with jaxmeg: `jax.value_and_grad` of the whole batch, and momentum written out.
 """
 
+import functools
 import importlib.util
 import json
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,13 @@ from flax import nnx
 
 import jaxmeg
 from jaxmeg.cli import ConfigError, config_of
-from jaxmeg.engine import BatchError, Engine, initialize
-from jaxmeg.models.own import OwnModuleError
+from jaxmeg.data.loader import read_ahead
+from jaxmeg.data.source import open_rows
+from jaxmeg.data.store import DataError
+from jaxmeg.engine import BatchError, Engine, import_object, initialize, own_setup
+from jaxmeg.models.own import OwnModel, OwnModuleError
+from jaxmeg.own_step import make_own_eval_step, own_gradients
+from jaxmeg.report import Progress
 from jaxmeg.train import run
 
 EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "encoder.py"
@@ -152,6 +159,13 @@ class Half(nnx.Module):
     (example.Encoder, {"data.global_batch": 30}, ConfigError, "mesh.dp=8 does not divide data.global_batch=30"),
     (example.Encoder, {"mesh.dp": 3}, ConfigError, "mesh dp=3 does not fit 8 devices"),
     (example.Encoder, {"mesh.dq": 3}, ConfigError, "unknown key mesh.dq"),
+    (example.Encoder, {"checkpoint.every": 5}, ConfigError, "checkpoint.every=5 has no effect on jaxmeg.initialize, around which the loop"),
+    (example.Encoder, {"data.prefetch": 2}, ConfigError, "data.prefetch=2 has no effect on jaxmeg.initialize"),
+    (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), {"train.seed": 1}, ConfigError, "train.seed=1 has no effect on jaxmeg.initialize"),
+    (nnx.Linear, {}, OwnModuleError, "Linear can't be made from rngs alone (missing a required argument: 'in_features'): give a function"),
+    (lambda rngs: Path(), {}, OwnModuleError, "<lambda> makes a PosixPath: give a function of rngs that returns an nnx.Module"),
+    (lambda: None, {}, OwnModuleError, "<lambda> can't be made from rngs alone"),
+    ("Net", {}, OwnModuleError, "the module is a str: give an nnx.Module, or a function of rngs that makes one"),
     (Counter, {}, OwnModuleError, "Counter holds 2 values besides parameters, the first is norm.mean (BatchStat): only nnx.Param is"),
     (Half, {}, OwnModuleError, "Half: linear.bias is bfloat16, and masters are float32: use param_dtype=float32"),
 ])
@@ -159,6 +173,48 @@ def test_what_is_refused_by_name(module, config, error, message):
     with pytest.raises(error) as caught:
         initialize(module, example.loss, config)
     assert message in str(caught.value)
+
+
+class ByName(nnx.Module):
+    """Takes rngs by name only, and something else first."""
+
+    def __init__(self, width: int = 3, *, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(width, 2, rngs=rngs)
+
+
+def by_position(keys: nnx.Rngs, /) -> nnx.Module:
+    return ByName(rngs=keys)
+
+
+@pytest.mark.parametrize("make", [
+    ByName, functools.partial(ByName, 3), functools.partial(ByName, width=3), by_position, lambda rngs: ByName(rngs=rngs),
+    lambda keys: ByName(rngs=keys), lambda **given: ByName(**given), lambda *given: ByName(rngs=given[0]),
+    lambda width=3, rngs=None: ByName(width, rngs=rngs),
+], ids=["class", "partial", "partial by name", "by position", "by name", "another name", "**", "*", "second"])  # fmt: skip
+def test_rngs_are_given_by_name_or_by_position(make):
+    model = OwnModel(make)
+    want = nnx.state(ByName(rngs=nnx.Rngs(7)), nnx.Param)["linear"]["kernel"][...]
+    np.testing.assert_array_equal(model.init(7, jnp.zeros(1))["linear"]["kernel"], want)
+
+
+@pytest.mark.parametrize(("value", "message"), [
+    (None, r"the loss returned a NoneType: return an array of losses, or \(losses, weights\)"),
+    ({"loss": 1.0}, "the loss returned a dict"),
+    (0.5, "the loss returned a float"),
+    ([jnp.ones(8)], "the loss returned a list"),
+    ((jnp.ones(8), None), r"the loss returned \(\w+, NoneType\)"),
+    ((jnp.ones(8),) * 3, r"the loss returned \(\w+, \w+, \w+\)"),
+    (jnp.ones(8, jnp.int32), "the loss returned losses of dtype int32, which have no gradient: return floating-point numbers"),
+    ((jnp.ones(8), jnp.ones(4)), r"losses of shape \(8,\) and weights of shape \(4,\) for 8 rows"),
+    (jnp.ones(4), r"losses of shape \(4,\) for 8 rows: return one loss a row"),
+])  # fmt: skip
+def test_a_loss_of_the_wrong_type_is_named(value, message):
+    setup = own_setup(ByName, config_of({"data.global_batch": 8}), jax.devices()[:1])
+    rows = ({"x": jnp.zeros((1, 8, 3))}, jnp.ones((1, 8), bool))
+    with pytest.raises(OwnModuleError, match=message):
+        jax.eval_shape(own_gradients(setup, lambda *_: value), setup.model.params, rows, jnp.zeros(2, jnp.uint32), jnp.float32(1))
+    with pytest.raises(OwnModuleError, match=message):
+        jax.eval_shape(make_own_eval_step(setup, lambda *_: value), setup.model.params, rows)
 
 
 def test_batches_and_losses_of_the_wrong_shape():
@@ -204,6 +260,87 @@ def test_run_takes_module_loss_and_rows(tmp_path, by_path, monkeypatch):
     assert len(result.losses) == 12 and result.losses[-1] < result.losses[0] and result.validation[1] == 9
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "validation_loss" in record] == [6, 12]
+
+
+BROKEN = {
+    "syntax": ("x = 1\ndef f(:\n", r"SyntaxError at \S*own_syntax.py, line 2: .*\): put that right"),
+    "raises": ("\n\nraise RuntimeError('no\\n  luck')", r"RuntimeError at \S*own_raises.py, line 3: no luck\): put that right"),
+    "needs": ("import numpy\nimport nowhere_at_all", r"ModuleNotFoundError at \S*own_needs.py, line 2: No module named 'nowhere_at_all'\)"),
+    "library": ("import numpy\n\nx = numpy.zeros(2).reshape(\n    3)\n", r"ValueError at \S*own_library.py, line 3: cannot reshape .*\)"),
+    "leaves": ("import sys\nsys.exit('usage')", r"SystemExit at \S*own_leaves.py, line 2: usage\)"),
+    "nothing": ("x = 1", r"module 'own_nothing' has no attribute 'Net'\): give package.module:name"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_file_that_cannot_be_imported_is_one_line_with_its_place(name, tmp_path, monkeypatch):
+    text, message = BROKEN[name]
+    (tmp_path / f"own_{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"^model.module=own_{name}:Net can't be imported \({message}") as caught:
+        import_object(f"own_{name}:Net", "model.module")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["os", "os:", ":x", "", "os:path.nothing", ".:x"])
+def test_what_is_no_import_path_is_one_line(path):
+    with pytest.raises(ConfigError, match=rf"^data.source={path} can't be imported \(.+\): give package.module:name$"):
+        import_object(path, "data.source")
+
+
+# ---------------------------------------------------------------- rows
+def rows_like(*changes: dict[str, Any] | object) -> list[Any]:
+    """Rows of two arrays, and then some that differ."""
+    good = {"x": np.zeros((2, 3), np.float32), "label": 1}
+    return [good] * 4 + [good | change if isinstance(change, dict) else change for change in changes]
+
+
+@pytest.mark.parametrize(("source", "message"), [
+    (iter([]), "the data source is a list_iterator, which has no __len__ and no __getitem__: give an object with len() and [i] -> a dict"),
+    ({1, 2}, "the data source is a set, which has no __getitem__: give"),
+    (Path, "the data source is the class Path, which has no __len__ and no __getitem__: give an object"),
+    ({"x": np.zeros((9, 2))}, "row 0 of the data source can't be read (KeyError: 0), and len() is 1: give a row for every [i] from 0 to 0"),
+    ([{}] * 9, "row 0 of the data source is an empty dict: give a dict of arrays"),
+    ([np.zeros(2)] * 9, "row 0 of the data source is a ndarray: give a dict of arrays"),
+    ([{"x": "text"}] * 9, "row 0 of the data source: x is a str of dtype <U4: give an array of numbers"),
+    ([{"x": {"y": 1}}] * 9, "row 0 of the data source: x is a dict of dtype object"),
+    ([{"x": [[1], [2, 3]]}] * 9, "row 0 of the data source: x is no array ("),
+    (rows_like(5), "row 4 of the data source is a int: give a dict of arrays"),
+    (rows_like({"more": 1}), "row 4 of the data source has x, label, more, and row 0 has x, label: give all rows the same names"),
+    (rows_like({"x": np.zeros((3, 2), np.float32)}), "row 4 of the data source: x has shape (3, 2), and in row 0 (2, 3): give all rows"),
+    (rows_like({"x": np.zeros((2, 3))}), "row 4 of the data source: x has dtype float64, and in row 0 float32: give all rows one dtype"),
+    (rows_like({"label": 1.5}), "row 4 of the data source: label has dtype float64, and in row 0 int64"),
+])  # fmt: skip
+def test_rows_that_do_not_fit_are_named(source, message):
+    with pytest.raises(DataError) as caught:
+        stream = open_rows(source, 0, 0.0)
+        list(read_ahead(lambda n: stream.training(np.arange(5 * n, 5 * n + 5)), 0, 1, 1))  # as a run reads it, in a thread
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_a_share_of_a_few_rows_that_is_no_row_is_refused():
+    with pytest.raises(DataError, match=r"^data.validation_fraction=0.05 of the 4 rows of the data source is no row: use a larger"):
+        open_rows(rows_like(), 0, 0.05)
+    assert open_rows(rows_like(), 0, 0.25).num_validation == 1
+
+
+def test_every_epoch_is_an_order_of_its_own_and_is_drawn_once():
+    stream = open_rows([{"n": n} for n in range(50)], 3, 0.2)
+    epochs = [stream.training(np.arange(40 * e, 40 * e + 40))["n"].tolist() for e in range(3)]
+    assert all(sorted(epoch) == list(range(40)) for epoch in epochs) and len(set(map(tuple, epochs))) == 3
+    assert stream.training(np.arange(30, 50))["n"].tolist() == epochs[0][30:] + epochs[1][:10]
+    assert stream.validation(0, 99)["n"].tolist() == list(range(40, 50)) and stream.validation(8, 8)["n"].tolist() == [48, 49]
+    with unittest.mock.patch.object(np.random, "default_rng", wraps=np.random.default_rng) as draws:
+        for first in range(4000, 4080, 4):  # two epochs in batches of four
+            stream.training(np.arange(first, first + 4))
+    assert draws.call_count == 2
+
+
+def test_the_weights_of_a_validation_are_not_called_rows(capsys):
+    """Three rows with losses that weigh 0.5, 1 and 2."""
+    setup = own_setup(ByName, config_of({"data.global_batch": 8}), jax.devices()[:1])
+    Progress(setup).validation(7, 0.25, 3.5)
+    assert "step     7/180  validation loss 0.2500 over weights of 3.5 in all" in capsys.readouterr().out
 
 
 def test_a_module_without_rows_or_loss_is_refused(tmp_path):

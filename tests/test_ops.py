@@ -3,6 +3,7 @@
 References are dense fp32 with plain autodiff, or fp64 numpy; none of them uses a derivative of jaxmeg's own.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmeg.config import Config, DataConfig, ModelConfig, PrecisionConfig
 from jaxmeg.models.layers import gelu, swiglu
 from jaxmeg.ops.attention import causal_attention, choose_kernel
 from jaxmeg.ops.dropout import dropout
 from jaxmeg.ops.norm import layer_norm, rms_norm
 from jaxmeg.ops.rope import rope
 from jaxmeg.precision import add_bias, dot
+from jaxmeg.setup import attention_kernel, build
 
 BF16 = 2.0**-8  # largest relative error of one rounding to bf16
 EPS = 1e-5
@@ -112,7 +115,33 @@ def test_attention_survives_scores_that_overflow_exp() -> None:
     ("tpu", "bf16", 64, "xla", "cuDNN needs an NVIDIA GPU, this is tpu"),
 ])
 def test_which_attention_kernel_runs_and_why(platform: str, dtype: str, head_dim: int, kernel: str, why: str) -> None:
-    assert choose_kernel(platform, dtype, head_dim) == (kernel, why)
+    assert choose_kernel(platform, dtype, head_dim, 128, True, None) == (kernel, why)
+
+
+ODD = "cuDNN's flash attention keeps documents apart in rows of even length, not of 127 tokens"
+OLD = "cuDNN's flash attention needs compute capability 8.0 (Ampere) or newer, this GPU has 7.5"
+
+
+@pytest.mark.parametrize(("device", "data", "compute", "kernel", "why"), [
+    ({"compute_capability": "9.0"}, {"seq_len": 128}, "bf16", "cudnn", "bf16, head dim 64"),
+    ({"compute_capability": "9.0"}, {"seq_len": 127}, "bf16", "xla", ODD),
+    ({"compute_capability": "9.0"}, {"seq_len": 127, "packing": "fit"}, "bf16", "xla", ODD),
+    ({"compute_capability": "9.0"}, {"seq_len": 127, "packing": "none"}, "bf16", "cudnn", "bf16, head dim 64"),  # no mask
+    ({"compute_capability": "9.0"}, {"seq_len": 127, "separate": False}, "bf16", "cudnn", "bf16, head dim 64"),
+    ({"compute_capability": "7.5"}, {"seq_len": 128}, "fp16", "xla", OLD),
+    ({"compute_capability": "8.0"}, {"seq_len": 128}, "fp16", "cudnn", "fp16, head dim 64"),
+    ({"compute_capability": "10.3"}, {"seq_len": 128}, "bf16", "cudnn", "bf16, head dim 64"),
+    ({}, {"seq_len": 128}, "bf16", "cudnn", "bf16, head dim 64"),  # a stand-in to compile for
+    ({}, {"seq_len": 127}, "bf16", "xla", ODD),
+])
+def test_the_kernel_fits_the_gpu_and_the_rows(device, data, compute, kernel, why) -> None:
+    assert attention_kernel(DataConfig(**data), compute, 64, SimpleNamespace(platform="gpu", **device)) == (kernel, why)
+
+
+def test_a_setup_has_the_kernel_of_its_rows() -> None:
+    for seq_len, kernel in ((16, "cudnn"), (15, "xla")):
+        config = Config(model=ModelConfig(preset="toy"), data=DataConfig(seq_len=seq_len), precision=PrecisionConfig(compute="bf16"))
+        assert build(config, jax.devices()[:1], platform="cuda").model.options.kernel == kernel
 
 
 # ---------------------------------------------------------------- norms

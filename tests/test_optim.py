@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxmeg import parallel
@@ -28,6 +29,7 @@ from jaxmeg.config import (
 )
 from jaxmeg.layout import LeafLayout, make_layout
 from jaxmeg.mesh import build_mesh
+from jaxmeg.models.own import OwnModel
 from jaxmeg.optim.build import decay_mask, learning_rate, make_optimizer
 from jaxmeg.pipeline.scan import Batch, Work, loss_and_grads
 from jaxmeg.pipeline.schedules import make_table
@@ -148,6 +150,60 @@ ALL_ON: dict[str, Any] = {"norm": "layer", "positions": "learned", "attn_bias": 
 def test_which_leaves_decay(model: dict[str, Any], decays: dict[str, bool]) -> None:
     dims = build(Config(model=ModelConfig(**model)), jax.devices()[:1]).model.dims
     assert paths(decay_mask(dims)) == decays
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm, self.linear = nnx.RMSNorm(4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+
+
+class GainNorm(nnx.Module):
+    """A norm as users write them, for three layers at once, with a name of its own for its weights."""
+
+    def __init__(self):
+        self.weight = nnx.Param(jnp.ones((3, 4)))
+
+
+class Own(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.tokens = nnx.Embed(6, 4, rngs=rngs)
+        self.stacked = nnx.split_rngs(splits=3)(nnx.vmap(Layer))(rngs)
+        self.layers = nnx.List([Layer(rngs)])
+        self.gain, self.head = GainNorm(), nnx.Linear(4, 3, rngs=rngs)
+        self.mix = nnx.Param(jax.random.normal(rngs.params(), (4, 4)))
+        self.logit_scale = nnx.Param(jnp.ones((1, 4)))
+
+
+OWN = {  # path -> (decays, is Muon's)
+    "gain.weight": (False, False), "head.bias": (False, False), "head.kernel": (True, True),
+    "layers.0.linear.bias": (False, False), "layers.0.linear.kernel": (True, True), "layers.0.norm.scale": (False, False),
+    "logit_scale": (False, False), "mix": (True, True), "stacked.linear.bias": (False, False), "stacked.linear.kernel": (True, False),
+    "stacked.norm.scale": (False, False), "tokens.embedding": (True, False),
+}
+
+
+@pytest.mark.parametrize("makes", [True, False], ids=["a function of rngs", "an instance"])
+def test_what_decays_and_what_muon_takes_in_a_module_of_the_users(makes: bool) -> None:
+    """By what the update does: zero gradients leave decay alone, which is lr * decay; the first change that AdamW makes has the size lr
+    everywhere, and an orthogonal one has not."""
+    optim = OptimConfig(name="muon", lr=0.5, warmup=0, schedule="constant", weight_decay=0.5)
+    setup = build(Config(mesh=MeshConfig(dp=1), optim=optim), jax.devices()[:1], own=OwnModel(Own if makes else Own(nnx.Rngs(0))))
+    params = jax.tree.map(lambda x: 1 + jnp.zeros(x.shape), setup.model.params)
+    rng = np.random.default_rng(0)
+    grads = jax.tree.map(lambda x: jnp.asarray(rng.uniform(0.5, 2, x.shape), jnp.float32), params)
+
+    def change(grads: Any, params: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):  # as the train step does
+            return setup.optimizer.update(grads, setup.optimizer.init(params), params)[0]
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    decay, whole = jax.jit(lambda: (change(zeros, params), change(grads, zeros)))()
+    decays = {path: bool(np.allclose(x, -0.25, atol=1e-6)) for path, x in paths(decay).items()}
+    still = {path: bool(np.allclose(x, 0, atol=1e-6)) for path, x in paths(decay).items()}
+    adams = {path: bool(np.allclose(x, -0.5, atol=1e-4)) for path, x in paths(whole).items()}
+    assert {path: (decays[path], not adams[path]) for path in adams} == OWN
+    assert still == {path: not decays for path, (decays, _) in OWN.items()}
+    assert paths(decay_mask(setup.model.dims)) == decays
 
 
 @pytest.mark.parametrize("mesh", [{}, {"pp": 2}], ids=["one-device", "pp2"])

@@ -253,12 +253,12 @@ def test_the_first_signal_asks_and_the_second_acts(number: signal.Signals, capfd
     before = signal.signal(number, lambda *_: acted.append(1))
     try:
         with StopSignal() as stop:
-            assert not stop.requested()
+            assert not stop.requested(1)
             os.kill(os.getpid(), number)
-            assert stop.requested() and stop.name == number.name and not acted
+            assert stop.requested(2) and stop.name == number.name and not acted
             assert f"{number.name}: the run saves and stops after this step" in capfd.readouterr().err
             os.kill(os.getpid(), number)
-            assert acted == [1] and stop.requested()
+            assert acted == [1] and stop.requested(3)
     finally:
         signal.signal(number, before)
 
@@ -267,5 +267,5 @@ def test_without_a_signal_the_handlers_come_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with StopSignal() as stop:
         assert signal.getsignal(signal.SIGTERM) != before[0]
-        assert not stop.requested()
+        assert not stop.requested(1)
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before

@@ -32,6 +32,7 @@ from jaxmeg.config import (
     RecordConfig,
     TrainConfig,
 )
+from jaxmeg.processes.watchdog import Watchdog
 from jaxmeg.record.compiles import Watch
 from jaxmeg.task import text_task
 from jaxmeg.train import RunError, run
@@ -152,7 +153,7 @@ def test_a_late_compilation_is_reported(tmp_path, capsys):
         return x
 
     with Watch() as watch:
-        train_module._run(replace(task, read=read), watch)
+        train_module._run(replace(task, read=read), watch, Watchdog(config.guard))
     assert "step 5: slow_to_compile was compiled in the run (" in capsys.readouterr().err
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if record.get("compiled") == "slow_to_compile"] == [5]

@@ -7,16 +7,26 @@ else is left over from a save that did not end.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
+from jaxmeg.keys import KEYS, SECTIONS
+from jaxmeg.typed import fits, is_typed, unfit
+from jaxmeg.wording import shown
+
 FOLDER = "checkpoints"
 ITEM, FILE = "manifest", "manifest.json"
 FORMAT = 1
+DIGEST = "checksum"  # of all other entries of the file; older checkpoints have none
+_LAYOUT = {"mesh": dict[str, int], "zero": int, "schedule": str | None, "chunks": int}
+_STEP = re.compile("0|[1-9][0-9]{0,17}")
 
 
 class CheckpointError(RuntimeError):
@@ -69,7 +79,8 @@ class Manifest:
         return sum(leaf.num_bytes for leaf in self.leaves.values())
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        values = asdict(self)
+        return values | {DIGEST: _digest(values)}
 
 
 def read_manifest(step_folder: Path) -> Manifest:
@@ -78,13 +89,42 @@ def read_manifest(step_folder: Path) -> Manifest:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {values['format']}, and this version reads {FORMAT}: use the version that wrote it")
+            raise CheckpointError(
+                f"{path} has format {shown(values['format'])}, and this version reads {FORMAT}: use the version that wrote it")
+        digest = values.pop(DIGEST, None)
+        if digest not in (None, _digest(values)):
+            raise CheckpointError(f"{path} is damaged (it does not have its checksum): give another step")
         leaves = {name: Leaf(**(leaf | {"shape": tuple(leaf["shape"])})) for name, leaf in values["leaves"].items()}
-        return Manifest(**(values | {"leaves": leaves}))
+        manifest = Manifest(**(values | {"leaves": leaves}))
     except OSError as error:
         raise CheckpointError(f"{step_folder} is not a complete checkpoint ({path.name}: {error.strerror}): give another step") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}): give another step") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {shown(error)}): give another step") from error
+    if wrong := _wrong(manifest):
+        raise CheckpointError(f"{path} is damaged ({wrong} is missing or of a wrong type): give another step")
+    return manifest
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _wrong(manifest: Manifest) -> str | None:
+    """The first entry that no run can have written."""
+    if wrong := unfit(manifest):
+        return wrong[0]
+    wrong = [name for name in ("step", "updates", "rows") if getattr(manifest, name) < 0]
+    wrong += [f"the leaf {shown(name)}" for name, leaf in manifest.leaves.items() if not is_typed(leaf) or not _is_array(leaf)]
+    wrong += [f"layout.{name}" for name, hint in _LAYOUT.items() if not fits(manifest.layout.get(name), hint)]
+    config: dict[str, Any] = {}
+    for section, entries in manifest.config.items():
+        config |= {f"{section}.{name}": entry for name, entry in entries.items()} if isinstance(entries, dict) else {section: entries}
+    wrong += [key for key, value in config.items() if key in SECTIONS or (key in KEYS and not fits(value, KEYS[key].type))]
+    return next(iter(wrong), None if manifest.leaves else "leaves")
+
+
+def _is_array(leaf: Leaf) -> bool:
+    return min(leaf.shape, default=0) >= 0 and re.fullmatch("[a-z]+[0-9]{1,3}", leaf.dtype) is not None
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -93,7 +133,7 @@ def step_folder(run: Path, step: int) -> Path:
 
 def complete_steps(run: Path) -> list[int]:
     """Steps of the complete checkpoints of a run folder, ascending."""
-    return sorted(int(entry.name) for entry in _entries(run) if entry.name.isdigit() and _is_complete(entry))
+    return sorted(int(entry.name) for entry in _entries(run) if _STEP.fullmatch(entry.name) and _is_complete(entry))
 
 
 def steps_to_keep(run: Path, keep: int, keep_best: int) -> set[int]:
@@ -106,8 +146,8 @@ def steps_to_keep(run: Path, keep: int, keep_best: int) -> set[int]:
 
 def left_over(run: Path) -> list[Path]:
     """Step folders that are not complete, and temporary ones such as 7.orbax-checkpoint-tmp."""
-    return sorted(entry for entry in _entries(run) if entry.name.split(".")[0].isdigit()
-                  and not (entry.name.isdigit() and _is_complete(entry)))
+    return sorted(entry for entry in _entries(run) if _STEP.fullmatch(entry.name.split(".")[0])
+                  and not (_STEP.fullmatch(entry.name) and _is_complete(entry)))
 
 
 def find_step(path: Path) -> Path:
@@ -115,15 +155,18 @@ def find_step(path: Path) -> Path:
 
     Raises CheckpointError if there is none.
     """
-    if path.name.isdigit() and path.parent.name == FOLDER:
-        if _is_complete(path):
-            return path
-        have = ", ".join(map(str, complete_steps(path.parent.parent))) or "none"
-        raise CheckpointError(f"{path} is not a complete checkpoint: the steps this run has are {have}")
-    run = path.parent if path.name == FOLDER else path
-    steps = complete_steps(run)
+    try:
+        if _STEP.fullmatch(path.name) and path.parent.name == FOLDER:
+            if _is_complete(path):
+                return path
+            have = ", ".join(map(str, complete_steps(path.parent.parent))) or "none"
+            raise CheckpointError(f"{path} is not a complete checkpoint: the steps this run has are {have}")
+        run = path.parent if path.name == FOLDER else path
+        steps = complete_steps(run)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path} cannot be read ({error.strerror}): give the folder of a run that can") from error
     if not steps:
-        what = "holds no complete checkpoint" if run.is_dir() else "does not exist"
+        what = "holds no complete checkpoint" if os.path.isdir(run) else "does not exist"
         raise CheckpointError(f"{run} {what}: give the folder of a run that saved one")
     return step_folder(run, steps[-1])
 
@@ -138,9 +181,9 @@ def leaf_problems(stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf]) -> lis
 
 
 def _is_complete(entry: Path) -> bool:
-    return (entry / ITEM / FILE).is_file()
+    return os.path.isfile(entry / ITEM / FILE)
 
 
 def _entries(run: Path) -> list[Path]:
     folder = run / FOLDER
-    return [entry for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
+    return [entry for entry in folder.iterdir() if entry.is_dir()] if os.path.isdir(folder) else []

@@ -6,13 +6,15 @@ checksums of the manifest before one is used. Nothing is needed of the layout th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 
 from jaxmeg.checkpoint.canonical import CanonicalLeaf, Leaves, canonical_leaves, checksums, flatten, from_canonical, unflatten
 from jaxmeg.checkpoint.manifest import CheckpointError, Leaf, Manifest, find_step, leaf_problems, read_manifest, step_folder
@@ -24,6 +26,7 @@ from jaxmeg.processes.agree import together
 from jaxmeg.processes.connect import from_first_process
 from jaxmeg.setup import Setup
 from jaxmeg.state import TrainState, abstract_state
+from jaxmeg.wording import shown
 
 MOST_NAMED = 6  # problems in one message
 
@@ -66,7 +69,7 @@ def restore_weights(setup: Setup, path: Path) -> Any:
 def _open(path: Path) -> tuple[Path, Manifest]:
     """The step that all processes read, and its manifest."""
     together("restore")
-    folder = find_step(path.resolve())
+    folder = find_step(Path(os.path.realpath(path)))
     folder = step_folder(folder.parent.parent, int(from_first_process(folder.name)))
     return folder, read_manifest(folder)
 
@@ -80,7 +83,7 @@ def _read(folder: Path, manifest: Manifest, leaves: Mapping[str, CanonicalLeaf],
     _refuse(folder, leaf_problems(stored, wanted), fix)
     _refuse(folder, leaf_problems(listed, wanted), "the manifest does not describe the arrays: give another step")
     for item, part in items.items():
-        _check_size(folder / item, sum(leaf.num_bytes for leaf in part.values()))
+        _check_size(folder / item, part)
     arrays = {name: x for item, part in items.items() for name, x in _read_arrays(folder / item, part).items()}
     sums = checksums(arrays)
     damaged = [f"{name} does not have its checksum" for name, leaf in listed.items() if sums[name] != leaf.checksum]
@@ -98,11 +101,12 @@ def _stored_leaves(folder: Path) -> dict[str, Leaf]:
     return {name: Leaf(shape=tuple(x.shape), dtype=str(np.dtype(x.dtype))) for name, x in flatten(tree).items()}
 
 
-def _check_size(folder: Path, needed: int) -> None:
+def _check_size(folder: Path, leaves: Mapping[str, CanonicalLeaf]) -> None:
     """Files hold arrays uncompressed, so that missing or shortened ones are seen before they are read."""
-    held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    held, needed = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()), sum(leaf.num_bytes for leaf in leaves.values())
     if held < needed:
-        raise RestoreError(f"{folder} has files of {held:,} bytes for arrays of {needed:,}: some are gone or cut short: give another step")
+        reason = f"its files have {held:,} bytes for arrays of {needed:,}: some are gone or cut short"
+        raise RestoreError(f"{folder} cannot be read ({_which(folder, leaves)}{reason}): give another step")
 
 
 def _read_arrays(folder: Path, leaves: Mapping[str, CanonicalLeaf]) -> dict[str, jax.Array]:
@@ -112,14 +116,33 @@ def _read_arrays(folder: Path, leaves: Mapping[str, CanonicalLeaf]) -> dict[str,
         with ocp.Checkpointer(array_handler()) as reader:
             return reader.restore(folder, args=args)
     except Exception as error:  # Orbax raises what it meets, also plain Exception
-        raise RestoreError(f"{folder} cannot be read ({_line(error)}): give another step") from error
+        raise RestoreError(f"{folder} cannot be read ({_which(folder, leaves)}{_line(error)}): give another step") from error
+
+
+def _which(folder: Path, names: Iterable[str]) -> str:
+    """The leaves that cannot be read one by one, as the start of a sentence; nothing if there are none."""
+    found = [name for name in names if not _is_readable(folder, name)]
+    return f"{_some(found)}: " if found else ""
+
+
+def _is_readable(folder: Path, name: str) -> bool:
+    store = {"driver": "ocdbt", "base": f"file://{folder}"}
+    try:
+        ts.open({"driver": "zarr", "kvstore": store, "path": f"{name}/"}).result().read().result()
+    except ValueError:  # all that tensorstore raises
+        return False
+    return True
 
 
 def _refuse(folder: Path, found: list[str], fix: str) -> None:
     if found:
-        more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-        raise RestoreError(f"{folder} does not fit: {', '.join(found[:MOST_NAMED])}{more}: {fix}")
+        raise RestoreError(f"{folder} does not fit: {_some(found)}: {fix}")
+
+
+def _some(found: list[str]) -> str:
+    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    return ", ".join(found[:MOST_NAMED]) + more
 
 
 def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    return f"{type(error).__name__}: {shown((str(error).splitlines() or [''])[0])}"

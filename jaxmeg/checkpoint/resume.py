@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxmeg.arch import Arch
 from jaxmeg.checkpoint.manifest import Manifest
-from jaxmeg.config import Config, OptimConfig
+from jaxmeg.config import Config, OptimConfig, TrainConfig
 
 LearningRate = Callable[[OptimConfig, int], Callable[[int], Any]]
 """(optimizer, train.steps) -> learning rate after so many updates."""
@@ -116,8 +116,8 @@ def _starts(key: str, prefix: str) -> bool:
 def _rate_effect(manifest: Manifest, config: Config, learning_rate: LearningRate) -> str | None:
     """The first update, of those both schedules have, whose learning rate differs."""
     known = {field.name for field in fields(OptimConfig)}
-    saved = OptimConfig(**{name: value for name, value in manifest.config["optim"].items() if name in known})
-    steps = manifest.config["train"]["steps"]
+    saved = OptimConfig(**{name: value for name, value in manifest.config.get("optim", {}).items() if name in known})
+    steps = manifest.config.get("train", {}).get("steps", TrainConfig.steps)
     old, new = learning_rate(saved, steps), learning_rate(config.optim, config.train.steps)
     first, end = manifest.updates, max(min(steps, config.train.steps), manifest.updates + 1)
     for update in range(first, end, max((end - first) // _SAMPLES, 1)):

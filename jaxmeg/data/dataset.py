@@ -186,7 +186,12 @@ def open_data(config: DataConfig, seed: int, progress: Progress = lambda *_: Non
     elif config.validation_fraction:
         parts = [(*split(store, config.validation_fraction), weight) for store, weight in training]
         training, validation = [(part, weight) for part, _, weight in parts], [(part, 1.0) for _, part, _ in parts]
-    return make_dataset(training, config, seed, shuffle=True), make_dataset(validation, config, seed, shuffle=False) if validation else None
+    trained = make_dataset(training, config, seed, shuffle=True)
+    held = make_dataset(validation, config, seed, shuffle=False) if validation else None
+    for report in (dataset.report for dataset in (trained, held) if dataset is not None):
+        if not any(source.trained_tokens for source in report.sources):
+            raise DataError(f"the {report.split} rows of {report.sources[0].name} hold no token to predict: give more text")
+    return trained, held
 
 
 def make_dataset(stores: Sequence[tuple[Store, float]], config: DataConfig, seed: int, *, shuffle: bool) -> Dataset:

@@ -153,7 +153,7 @@ def open_corpus(
         text = (resources.files("jaxmeg.data") / "shakespeare.txt").read_text(encoding="utf-8")
         ids = np.concatenate([*tokenizer.encode_batch(split_text(tokenizer, text)), _as_ids(end_id)])
         return MemoryStore(SHIPPED, [ids], tokenizer.vocab_size)
-    expanded = Path(path).expanduser()
+    expanded = Path(os.path.expanduser(path))
     prefix = None if _is_text(expanded) else store_prefix(expanded)
     if prefix:
         store = open_store(prefix)
@@ -161,7 +161,7 @@ def open_corpus(
         return store
     files = find_files(expanded).read
     key = digest(CACHE_VERSION, [stamp(file) for file in files], tokenizer.fingerprint, end_token, text_key)
-    cached = cache_folder() / f"{expanded.name}-{key}"
+    cached = cache_folder() / f"{expanded.name.encode(errors='replace')[:100].decode(errors='ignore')}-{key}"  # names end at 255 bytes
     try:
         if not Path(f"{cached}.idx").exists():  # the last of the three files to get its name
             prepare([expanded], cached, tokenizer, text_key, end_token, progress=progress)
@@ -197,7 +197,7 @@ def _num_cores() -> int:
 
 
 def _is_text(path: Path) -> bool:
-    return path.is_file() and path.suffix not in (".bin", ".idx")
+    return os.path.isfile(path) and path.suffix not in (".bin", ".idx")
 
 
 def _check_fit(store: MappedStore, tokenizer: Tokenizer, end_token: str | None, end_id: int | None) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from jaxmeg.wording import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -86,7 +88,7 @@ def print_reports(console: Console, *reports: Report) -> None:
     table.add_column("data")
     for report in reports:
         for source in report.sources:
-            table.add_column(Text(f"{report.split}: {source.name}"), justify="right", overflow="fold")
+            table.add_column(Text(f"{report.split}: {printable(source.name)}"), justify="right", overflow="fold")
     for line in table_lines(*reports):
         table.add_row(*map(Text, line))
     before = console.width

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,9 +17,11 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from jaxmeg.data.store import DataError
-from jaxmeg.wording import any_of
+from jaxmeg.wording import any_of, is_unicode, shown
 
 ROWS_AT_ONCE = 256
+MOST_BYTES = 2**31 - 1  # of a text file, or of one line of JSON: both are read at once
+MOST_KEYS = 10  # fields named where none is the one that is wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +50,14 @@ Position = Callable[[int], object]
 
 def find_files(path: str | Path) -> Files:
     """The file itself, or the files of a folder and the folders in it, sorted by path, without hidden ones. DataError if there is none."""
-    root = Path(path).expanduser()
-    if root.is_file():
+    root = Path(os.path.expanduser(path))
+    if os.path.isfile(root):
         if _reader(root) is None:
             raise DataError(f"{path} has an ending that is not read: give {any_of(ENDINGS)}, or a token store (.bin with .idx)")
         return Files(read=(root,), left_out=())
-    if not root.is_dir():
-        raise DataError(f"{path} is not there: give a file ({any_of(ENDINGS)}), a folder of them or a token store (.bin with .idx)")
+    if not os.path.isdir(root):
+        what = "no file or folder" if os.path.exists(root) else "not there"
+        raise DataError(f"{path} is {what}: give a file ({any_of(ENDINGS)}), a folder of them or a token store (.bin with .idx)")
     inside = sorted(file for file in root.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(root)))
     read = tuple(file for file in inside if _reader(file))
     if not read:
@@ -74,12 +78,13 @@ def read_file(file: Path, text_key: str, position: Position = lambda _: None) ->
     try:
         yield from reader(file, text_key, position)
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{file} cannot be read ({getattr(error, 'strerror', None) or error}): give a whole, readable file") from error
+        reason = shown(" ".join(str(getattr(error, "strerror", None) or error).split()))
+        raise DataError(f"{file} cannot be read ({reason}): give a whole, readable file") from error
 
 
 def _read_text(file: Path, _: str, position: Position) -> Iterator[Record]:
     with _open(file) as (raw, stream):
-        content = stream.read()
+        content = _up_to_most(file, stream.read(MOST_BYTES + 1))
         position(raw.tell())
     try:
         text = content.decode("utf-8-sig")
@@ -93,9 +98,10 @@ def _read_json_lines(file: Path, text_key: str, position: Position) -> Iterator[
     keys: dict[str, None] = {}
     has_key = False
     with _open(file) as (raw, stream):
-        for number, line in enumerate(stream, 1):
+        for number, line in enumerate(iter(lambda: stream.readline(MOST_BYTES + 1), b""), 1):
             position(raw.tell())
             where = f"{file}:{number}"
+            _up_to_most(file, line)
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
                 if line.lstrip().startswith(b"["):
@@ -111,7 +117,8 @@ def _read_json_lines(file: Path, text_key: str, position: Position) -> Iterator[
             else:
                 if isinstance(record, dict):
                     has_key = has_key or text_key in record
-                    keys = keys if has_key else keys | dict.fromkeys(record)
+                    if not has_key and len(keys) <= MOST_KEYS:
+                        keys |= dict.fromkeys(record)
                     yield _document(record.get(text_key), text_key, where)
                 else:
                     yield Dropped(reason="not a JSON object", where=where)
@@ -137,9 +144,9 @@ def _read_parquet(file: Path, text_key: str, position: Position) -> Iterator[Rec
                     except UnicodeDecodeError:
                         yield Dropped(reason="not valid UTF-8", where=f"{file}:{row}")
                 done += batch.num_rows
-                position(size * done // table.metadata.num_rows)
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{file} is not a Parquet file that can be read ({' '.join(str(error).split())}): write it again") from error
+                position(size * done // max(table.metadata.num_rows, done, 1))
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise DataError(f"{file} is not a Parquet file that can be read ({shown(' '.join(str(error).split()))}): write it again") from error
 
 
 READERS = {".txt": _read_text, ".jsonl": _read_json_lines, ".json": _read_json_lines}
@@ -173,9 +180,7 @@ def _document(value: object, text_key: str, where: str) -> Record:
         return Dropped(reason="not text", where=where)
     if _is_empty(value):
         return Dropped(reason="empty", where=where)
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
+    if not is_unicode(value):  # JSON can spell half of a surrogate pair
         return Dropped(reason="not valid Unicode", where=where)
     return value
 
@@ -185,4 +190,11 @@ def _is_empty(text: str) -> bool:
 
 
 def _without_key(file: Path, text_key: str, keys: list[str]) -> DataError:
-    return DataError(f"{file}: no record has the field {text_key}: set text_key to {any_of(keys)}")
+    more = ["another"] if len(keys) > MOST_KEYS else []
+    return DataError(f"{file}: no record has the field {text_key}: set text_key to {any_of([*map(shown, keys[:MOST_KEYS]), *more])}")
+
+
+def _up_to_most(file: Path, content: bytes) -> bytes:
+    if len(content) > MOST_BYTES:
+        raise DataError(f"{file} has a document of more than {MOST_BYTES:,} bytes, and one is read at once: cut it into several")
+    return content

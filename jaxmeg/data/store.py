@@ -23,6 +23,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxmeg.typed import is_typed
+from jaxmeg.wording import shown
+
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -156,6 +159,15 @@ class MappedStore(_Flat):
         self.counts = counts or _counts(len(lengths), len(self.lengths))
         self._vocab_size = self.about.vocab_size if self.about else None
 
+    def read_spans(self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Like the others', and DataError for an id that the sidecar does not know: the model would read another embedding."""
+        tokens = super().read_spans(documents, starts, lengths)
+        if tokens.size and tokens.view(np.uint32).max() >= self.vocab_size:
+            worst = int(tokens[tokens.view(np.uint32).argmax()])
+            raise DataError(f"{self.prefix}.bin holds the id {worst}, and {self.prefix}.json says that all are below {self.vocab_size}: "
+                            "one of the two is damaged: make all three files again")
+        return tokens
+
     @property
     def vocab_size(self) -> int:
         """From the sidecar; without one the largest id + 1, found by reading all of X.bin the first time. DataError for what is no id."""
@@ -227,13 +239,14 @@ class StoreWriter:
         counts = self.counts or _counts(self.num_documents, self.num_documents)
         totals = {"documents": self.num_documents, "tokens": self.num_tokens, "counts": asdict(counts)}
         content = {"format": SIDECAR, **asdict(self.about), **totals}
-        self._part(".json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        self._part(".json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8",
+                                           errors="backslashreplace")  # a file name can hold bytes that are not UTF-8
 
 
 def store_prefix(path: str | Path) -> str | None:
     """X for X, X.bin or X.idx where X.bin and X.idx exist, else None. DataError where only one does."""
     prefix = str(path).removesuffix(".bin").removesuffix(".idx")
-    there = [Path(f"{prefix}{suffix}").is_file() for suffix in (".bin", ".idx")]
+    there = [os.path.isfile(f"{prefix}{suffix}") for suffix in (".bin", ".idx")]
     if any(there) and not all(there):
         here, gone = (".bin", ".idx") if there[0] else (".idx", ".bin")
         raise DataError(f"{prefix}{here} is there without {prefix}{gone}: a token store is both files: copy or make the other too")
@@ -303,7 +316,7 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     lengths = np.frombuffer(data, "<i4", sequences, HEADER.size)
     pointers = np.frombuffer(data, "<i8", sequences, HEADER.size + 4 * sequences)
     documents = np.frombuffer(data, "<i8", borders, HEADER.size + 12 * sequences)
-    if not borders or documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any() or (lengths < 0).any():
+    if not borders or documents[0] != 0 or documents[-1] != sequences or (documents[1:] < documents[:-1]).any() or (lengths < 0).any():
         raise DataError(f"{path} has document borders that do not go from 0 to its {sequences} sequences: it is damaged: make it again")
     if any(data[modes:]):
         raise DataError(f"{path} is of a multimodal store, with sequences that are not text: give a store of text only")
@@ -312,28 +325,38 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
 
 def _read_sidecar(path: Path, documents: int, tokens: int) -> tuple[About | None, ReadCounts | None]:
     """What X.json says; (None, None) without one, or for a file of that name that is something else."""
+    if not path.is_file():
+        return None, None
     try:
         content = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+    except (ValueError, RecursionError):
         return None, None
     if not isinstance(content, dict) or content.get("format") != SIDECAR:
         return None, None
     try:
         described = content["documents"], content["tokens"]
-        about: dict[str, Any] = {name: content[name] for name in About.__dataclass_fields__} | {"sources": tuple(content["sources"])}
+        entries: dict[str, Any] = {name: content[name] for name in About.__dataclass_fields__} | {"sources": tuple(content["sources"])}
+        about = About(**entries)
         counts = ReadCounts(**content["counts"])
     except KeyError as error:
         raise DataError(f"{path} lacks {error}: it is damaged: delete it or make all three files again") from error
+    except TypeError:
+        raise DataError(f"{path} {_DAMAGED}") from None
+    if not all(is_typed(record) for record in (about, counts)) or not 0 <= about.vocab_size <= LARGEST_ID + 1:
+        raise DataError(f"{path} {_DAMAGED}")
     if described != (documents, tokens):
-        raise DataError(f"{path} describes {described[0]} documents of {described[1]} tokens, but the store beside it has {documents} of "
-                        f"{tokens}: it is of another store: delete it or make all three files again")
-    return About(**about), counts
+        raise DataError(f"{path} describes {shown(described[0])} documents of {shown(described[1])} tokens, but the store beside it has "
+                        f"{documents} of {tokens}: it is of another store: delete it or make all three files again")
+    return about, counts
+
+
+_DAMAGED = "has entries of a wrong type: it is damaged: delete it or make all three files again"
 
 
 def _largest_id(path: Path, tokens: np.ndarray) -> int:
     """The largest id of a store, -1 for none, found by reading all of it once and kept in the cache folder."""
     kept = cache_folder() / f"largest-id-{digest(stamp(path))}.json"
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, TypeError):
         return int(json.loads(kept.read_text()))
     largest = -1
     for start in range(0, len(tokens), SCANNED_AT_ONCE):

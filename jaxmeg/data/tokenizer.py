@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxmeg.data.store import DataError
+from jaxmeg.data.store import LARGEST_ID, DataError
+from jaxmeg.wording import is_unicode, shown
 
 NOT_APPLIED = ("truncation", "padding", "post_processor", "version")
 COMMON_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
@@ -81,7 +82,7 @@ class ByteTokenizer:
         return [chr(number) if number < 128 else f"<0x{number:02X}>" for number in map(int, ids)]
 
     def token_id(self, token: str) -> int | None:
-        encoded = token.encode()
+        encoded = token.encode(errors="surrogatepass")
         return encoded[0] if len(encoded) == 1 else None
 
 
@@ -93,12 +94,15 @@ class FileTokenizer:
         self._library = _import_tokenizers(name).Tokenizer.from_str(json.dumps(content))
         self._library.no_truncation()
         self._library.no_padding()
-        self.vocab_size = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size: int = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         applied = {key: value for key, value in content.items() if key not in NOT_APPLIED}
         self.fingerprint = hashlib.sha256(json.dumps(applied, sort_keys=True).encode()).hexdigest()[:16]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encoded = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encoded = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        except BaseException as error:
+            raise _refused(self.name, error) from error
         return [np.array(one.ids, np.int32) for one in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -108,31 +112,41 @@ class FileTokenizer:
         return self._library.decode_batch([[int(number)] for number in ids], skip_special_tokens=False)
 
     def token_id(self, token: str) -> int | None:
-        return self._library.token_to_id(token)
+        return self._library.token_to_id(token) if is_unicode(token) else None
 
 
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer "bytes", or the one of a tokenizer.json. DataError if there is none."""
     if name == "bytes":
         return ByteTokenizer()
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(name))
+    if os.path.isdir(path):
         raise DataError(f"tokenizer {name} is a folder: give bytes or the file, {path / 'tokenizer.json'}")
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe might never end
+        raise DataError(f"tokenizer {name} is no file: give bytes or the path of a tokenizer.json")
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise DataError(f"tokenizer {name} cannot be read ({error.strerror}): give bytes or the path of a tokenizer.json") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"tokenizer {name} is not valid JSON ({error}): give bytes or the path of a tokenizer.json") from error
     if not isinstance(content, dict) or "model" not in content:
         raise DataError(f"tokenizer {name} has no entry `model`: give bytes or a tokenizer.json as the library `tokenizers` writes it")
     try:
-        return FileTokenizer(name, content)
-    except DataError:
-        raise
-    except Exception as error:  # the library raises no narrower class
-        reason = " ".join(str(error).split())
-        raise DataError(f"tokenizer {name} is refused by the library tokenizers ({reason}): give a valid tokenizer.json") from error
+        tokenizer = FileTokenizer(name, content)
+    except BaseException as error:
+        raise _refused(name, error) from error
+    if tokenizer.vocab_size > LARGEST_ID + 1:
+        raise DataError(f"tokenizer {name} has the id {tokenizer.vocab_size - 1}, and ids end at {LARGEST_ID}: give a valid tokenizer.json")
+    return tokenizer
+
+
+def _refused(name: str, error: BaseException) -> BaseException:
+    """What the library `tokenizers` raises, as DataError: plain Exception, or PanicException, which is none; all else as it is."""
+    if isinstance(error, DataError) or not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+        return error
+    reason = shown(" ".join(str(error).split()))
+    return DataError(f"tokenizer {name} is refused by the library tokenizers ({reason}): give a valid tokenizer.json")
 
 
 def find_end_id(tokenizer: Tokenizer, end_token: str | None) -> int | None:
@@ -174,6 +188,8 @@ def train_bpe(
     smallest = 256 + len(special_tokens)
     if vocab_size < smallest:
         raise DataError(f"a vocabulary of {vocab_size} is below 256 bytes and {len(special_tokens)} special tokens: use {smallest} or more")
+    if vocab_size > LARGEST_ID:
+        raise DataError(f"a vocabulary of {shown(vocab_size)} has more ids than there are (0 to {LARGEST_ID}): use {LARGEST_ID} or less")
     library = _import_tokenizers(str(out_path))
     byte_level = library.pre_tokenizers.ByteLevel
     trained = library.Tokenizer(library.models.BPE())

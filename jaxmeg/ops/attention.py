@@ -18,14 +18,22 @@ from jaxmeg import _compat
 MASKED = -1e30  # finite, so that a row's maximum is too
 
 
-def choose_kernel(platform: str, dtype: str, head_dim: int) -> tuple[str, str]:
-    """(kernel, why): "cudnn" on NVIDIA GPUs for bf16 and fp16 with head dims up to 128 that are multiples of 8, else "xla"."""
+def choose_kernel(platform: str, dtype: str, head_dim: int, seq_len: int, packed: bool, capability: str | None) -> tuple[str, str]:
+    """(kernel, why): "cudnn" on NVIDIA GPUs from Ampere on for bf16 and fp16 with head dims up to 128 that are multiples of 8, and
+    rows of even length where documents share them; else "xla".
+
+    packed: whether `segments` may be given. capability: the GPU's compute capability, such as "9.0"; None where it is not known.
+    """
     if platform not in ("cuda", "gpu"):
         return "xla", f"cuDNN needs an NVIDIA GPU, this is {platform}"
+    if capability is not None and float(capability) < 8.0:
+        return "xla", f"cuDNN's flash attention needs compute capability 8.0 (Ampere) or newer, this GPU has {capability}"
     if dtype not in ("bf16", "fp16"):
         return "xla", f"cuDNN's flash attention takes bf16 or fp16, not {dtype}"
     if head_dim > 128 or head_dim % 8:
         return "xla", f"cuDNN's flash attention takes head dims up to 128 in steps of 8, not {head_dim}"
+    if packed and seq_len % 2:
+        return "xla", f"cuDNN's flash attention keeps documents apart in rows of even length, not of {seq_len} tokens"
     return "cudnn", f"{dtype}, head dim {head_dim}"
 
 

@@ -13,6 +13,7 @@ import optax
 from jaxmeg.config import OptimConfig
 from jaxmeg.layout import Layout
 from jaxmeg.optim.adafactor import scale_by_adafactor
+from jaxmeg.optim.matrices import VECTOR
 from jaxmeg.optim.muon import scale_by_muon
 
 
@@ -44,7 +45,7 @@ def decay_mask(dims: Any) -> Any:
     width, or heads x head_dim, and do not decay, whether layers are stacked or not."""
     def decays(path: Any, names: tuple[str, ...]) -> bool:
         own = [name for name in names if name != "layers"]
-        return len(own) >= 2 and not str(path[-1].key).endswith("bias")
+        return len(own) >= 2 and VECTOR not in names and not str(path[-1].key).endswith("bias")
     return jax.tree_util.tree_map_with_path(decays, dims, is_leaf=lambda x: isinstance(x, tuple))
 
 

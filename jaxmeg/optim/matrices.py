@@ -11,7 +11,8 @@ from typing import NamedTuple
 from jaxmeg.layout import LeafLayout
 
 COUNTING = ("layers", "experts")  # leading dims with one matrix for each index
-TABLES = ("vocab", "positions")  # rows of a table are looked up, not multiplied
+TABLES = ("vocab", "positions", "table")  # rows of a table are looked up, not multiplied; "table" is one of a module of the user's
+VECTOR = "vector"  # every dim of a norm's or bias's leaf in a module of the user's, where dims that count are not known by name
 HEADS = ("heads", "kv_heads")
 
 
@@ -34,6 +35,8 @@ def matrix_of(dims: tuple[str, ...]) -> Matrix | None:
 
     [layers, embed, heads, head_dim] is [embed, heads * head_dim] for each layer; [vocab, embed] is itself.
     """
+    if VECTOR in dims:
+        return None
     batch, groups = batch_dims(dims), list[tuple[int, ...]]()
     for i in range(len(batch), len(dims)):
         if dims[i] == "head_dim" and dims[i - 1] in HEADS:

@@ -4,16 +4,17 @@ Knows names and numbers, not time: whether an order can run, and when, is decide
 names the line of the file, the stage and the operation. The format is described in docs/schedules.md.
 """
 
-import csv
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_OP = re.compile(r"([FB])(\d+)(?:\.(\d+))?")
-_RANK = re.compile(r"rank\s*(\d+)\s*[:,](.*)", re.IGNORECASE)
-_HEADER = re.compile(r"stage\s*(\d+)", re.IGNORECASE)
+from jaxmeg.wording import shown
+
+_OP = re.compile(r"([FB])([0-9]{1,9})(?:\.([0-9]{1,9}))?")
+_RANK = re.compile(r"rank\s*([0-9]{1,9})\s*[:,](.*)", re.IGNORECASE)
+_HEADER = re.compile(r"stage\s*([0-9]{1,9})", re.IGNORECASE)
 _SHOWN = 10  # problems of one file
 
 
@@ -108,7 +109,7 @@ def parse(text: str, name: str) -> UserSchedule:
 # ---------------------------------------------------------------- the two forms
 def _read_ticks(lines: list[tuple[int, str]], problems: list[str]) -> list[list[_Word]]:
     """[stage]: words in order; within a cell the forward comes first, as in a tick."""
-    rows = [(number, [cell.strip() for cell in next(csv.reader([line]))]) for number, line in lines]
+    rows = [(number, [cell.strip(' \t"') for cell in line.split(",")]) for number, line in lines]
     header = [_HEADER.fullmatch(cell) for cell in rows[0][1]]
     if all(header):
         number, names = rows.pop(0)
@@ -126,7 +127,7 @@ def _read_ticks(lines: list[tuple[int, str]], problems: list[str]) -> list[list[
             found = list(_read_words(cell.split(), stage, number, tick, problems))
             for kind, work in (("F", "forward"), ("B", "backward")):
                 if len(same := [word for word in found if word.kind == kind]) > 1:
-                    names = " and ".join(show_op(kind, w.microbatch, w.chunk or 0, 1 if w.chunk is None else 2) for w in same)
+                    names = " and ".join(show_op(kind, w.microbatch, w.chunk or 0, 1 if w.chunk is None else 2) for w in same[:3])
                     problems.append(f"line {number}, stage {stage}: {names} in one cell: a tick has one {work} of a stage at most")
             words[stage] += sorted(found, key=lambda word: word.kind, reverse=True)
     return words
@@ -143,8 +144,9 @@ def _read_lists(lines: list[tuple[int, str]], problems: list[str]) -> list[list[
             problems.append(f"line {number}, stage {rank}: rank {rank} is listed twice: write all its operations in one line")
         else:
             words[rank] = list(_read_words(match[2].replace(",", " ").split(), rank, number, 0, problems))
-    missing = [rank for rank in range(max(words, default=-1) + 1) if rank not in words]
-    problems += [f"rank {rank} has no line, but rank {max(words)} has: number ranks 0, 1, ..." for rank in missing[:1]]
+    missing = next(rank for rank in range(len(words) + 1) if rank not in words)
+    if missing < len(words):
+        problems.append(f"rank {missing} has no line, but rank {max(words)} has: number ranks 0, 1, ...")
     return [words.get(rank, []) for rank in range(len(words))]
 
 
@@ -153,8 +155,8 @@ def _read_words(texts: list[str], stage: int, line: int, tick: int, problems: li
         if match := _OP.fullmatch(text):
             yield _Word(match[1], int(match[2]), None if match[3] is None else int(match[3]), line, tick)
         else:
-            problems.append(f"line {line}, stage {stage}: {text} is no operation: write F<microbatch>.<chunk> or B<microbatch>.<chunk>, "
-                            "such as F2.0; B is the whole backward")
+            problems.append(f"line {line}, stage {stage}: {shown(text)} is no operation: write F<microbatch>.<chunk> or "
+                            "B<microbatch>.<chunk>, such as F2.0; B is the whole backward")
 
 
 # ---------------------------------------------------------------- what the words say
@@ -165,7 +167,8 @@ def _sizes(words: list[list[_Word]]) -> tuple[int, int]:
     def most(numbers: list[int]) -> int:
         return max(Counter(numbers).items(), key=lambda item: (item[1], item[0]))[0]
 
-    num_chunks = most([max((word.chunk or 0 for word in group), default=0) + 1 for group in groups])
+    named = most([max((word.chunk or 0 for word in group), default=0) + 1 for group in groups])
+    num_chunks = min(named, max(map(len, groups)))  # no stage does fewer forwards than it has chunks
     return num_chunks, max(-(-most([len(group) for group in groups]) // num_chunks), 1)
 
 

@@ -14,12 +14,15 @@ from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 
+from jaxmeg.files import read_text
 from jaxmeg.pipeline.notation import Op, ScheduleFileError, UserSchedule, parse, show_op
 from jaxmeg.pipeline.packing import deadlock, earliest_ticks, last_virtual_stage, needs
 from jaxmeg.pipeline.schedules import Table, expected_bubble, fill_table, segments, simulate
 from jaxmeg.pipeline.ticks import add_vocabulary
 
 ENDINGS = (".csv", ".txt")
+MOST_BYTES = 200_000
+"""Of a file, which packing reads again and again."""
 MOST_LOOPS = 100
 """Loops of equal ticks in a compiled program; each takes a large model about a second to compile. Named schedules have 5 to 20."""
 FORWARD, BACKWARD = 1, 2  # time of one microbatch on one stage, in every figure here
@@ -36,14 +39,13 @@ def read_schedule(path: str | Path) -> UserSchedule:
     Raises:
         ScheduleFileError: the file cannot be read, or what `notation.parse` lists, or operations that wait for each other.
     """
-    path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path, MOST_BYTES)
     except OSError as error:
         raise ScheduleFileError([f"cannot be read ({error.strerror}): give an existing file"]) from None
     except UnicodeDecodeError:
         raise ScheduleFileError(["is not text in UTF-8: export it as CSV in UTF-8"]) from None
-    return _checked(text, path.name)
+    return _checked(text, Path(path).name)
 
 
 @lru_cache(maxsize=8)

@@ -1,4 +1,8 @@
-"""SIGTERM and Ctrl-C as a request: the run saves and stops after the current step, on all processes at the same one."""
+"""SIGTERM and Ctrl-C as a request: the run saves and stops after a step, all processes at the same one.
+
+With several processes the one that is asked names a step two ahead. None can be further by then: whoever has the metrics of a step
+knows that every process has dispatched it. So one look at a text a step is enough, and no device waits.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,19 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-from jaxmeg.processes.agree import any_process
+from jaxmeg.processes.store import Store, open_store
+
+AHEAD = 2  # steps; see above
 
 
 class StopSignal:
     """Context in which the first SIGTERM or SIGINT is a request; the second acts as it would without this."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store | None = None) -> None:
+        """store: that all processes share; None opens one."""
         self.name = "a signal to another process"
         """What asked for it, once it is requested."""
+        self._store = store or open_store("stop")
         self._received = False
         self._previous: dict[int, Any] = {}
 
@@ -28,9 +36,14 @@ class StopSignal:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._uninstall()
 
-    def requested(self) -> bool:
-        """Whether to stop now, the same on all processes. Every process asks once a step."""
-        return any_process(self._received)
+    def requested(self, step: int) -> bool:
+        """Whether to stop after `step`, which has been dispatched. Every process asks at every step, once it has the metrics of the
+        step before; all get the same answer."""
+        if self._store is None:
+            return self._received
+        if self._received:
+            return step >= int(self._store.put_first("at/step", str(step + AHEAD)))
+        return step >= int(self._store.read("at").get("step", step + 1))
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._uninstall()

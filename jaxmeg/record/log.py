@@ -88,22 +88,32 @@ def _json(value: Any) -> Any:
 
 def logged_loss(folder: Path, step: int) -> float | None:
     """The loss that was written down for a step; None where there is none."""
-    path = folder / METRICS
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    losses = [json.loads(line).get("loss") for line in lines if _step(line) == step]
-    return next((loss for loss in losses if loss is not None), None)
+    losses = [record.get("loss") for record in map(_record, _lines(folder / METRICS)) if record.get("step") == step]
+    return next((loss for loss in losses if isinstance(loss, float)), None)
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Drop the lines after update `step`, and a last line that a crash cut short. The file is replaced in one move."""
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= step]
+    """Drop the lines after update `step`, and what is no record, such as a last line that a crash cut short. The file is replaced in
+    one move."""
+    kept = [line for line in _lines(path) if _step(line) <= step]
     fresh = path.with_suffix(".tmp")
     fresh.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     fresh.replace(path)
 
 
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
+
+
 def _step(line: str) -> float:
+    step = _record(line).get("step")
+    return step if isinstance(step, int) else math.inf
+
+
+def _record(line: str) -> dict[str, Any]:
+    """The record of a line; an empty one where it is none."""
     try:
-        return json.loads(line)["step"]
-    except json.JSONDecodeError:
-        return math.inf
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}

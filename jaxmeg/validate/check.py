@@ -21,6 +21,7 @@ def problems(config: Config, num_devices: int) -> list[str]:
     arch = resolve_arch(config.model) if config.model.preset in PRESETS else None
     found = [
         *value_rules.ranges(config),
+        *value_rules.texts(config),
         *value_rules.choices(config),
         *value_rules.model(config, arch),
         *value_rules.schedule_lengths(config),
@@ -37,11 +38,11 @@ def problems(config: Config, num_devices: int) -> list[str]:
 
 
 def _can_divide(config: Config, arch: Arch) -> bool:
-    """Whether all sizes are at least 1; if not, `ranges` has said so and the rules on fit would divide by zero."""
+    """Whether all sizes are in range; if not, `ranges` has said so and the rules on fit would divide by zero or never end."""
     sizes = [getattr(arch, field.name) for field in fields(arch)]
     sizes += [config.data.seq_len, config.data.global_batch, config.pipeline.chunks, config.pipeline.microbatch]
     counts = [size for size in sizes if isinstance(size, int) and not isinstance(size, bool)]
-    return mesh_rules.is_sized(config.mesh) and all(count >= 1 for count in counts)
+    return mesh_rules.is_sized(config.mesh) and all(1 <= count <= value_rules.SIZE for count in counts)
 
 
 def warnings(config: Config, num_devices: int) -> list[str]:

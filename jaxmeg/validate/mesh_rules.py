@@ -16,6 +16,9 @@ from jaxmeg.pipeline.notation import ScheduleFileError, UserSchedule
 from jaxmeg.pipeline.user import is_schedule_file, read_schedule
 from jaxmeg.wording import any_of, divisors, multiples_around, nearest
 
+MOST_MICROBATCHES = 16_384
+"""Of a step: a schedule lists every one of them."""
+MOST_DEVICES = 2**20
 NOT_BUILT = {"cp": "context parallelism", "ep": "expert parallelism"}
 
 
@@ -64,6 +67,9 @@ def num_named(mesh: MeshConfig) -> int:
 def devices(fit: Fit) -> Iterator[str]:
     """The product of the axes is the number of devices."""
     named, have, mesh = num_named(fit.mesh), fit.num_devices, fit.mesh
+    if named > MOST_DEVICES:
+        yield f"mesh {named_axes(mesh)} needs {named:,} devices, more than there can be ({MOST_DEVICES:,}): use smaller sizes"
+        return
     fits = have == named if mesh.dp is not None else have % named == 0 and have >= named
     if fits:
         return
@@ -129,6 +135,12 @@ def batch(fit: Fit) -> Iterator[str]:
             f"pipeline.microbatch={microbatch} does not divide the {local} rows of a data-parallel rank "
             f"(data.global_batch={rows} over {over}): use microbatch {fits}"
         )
+    elif microbatch is not None and local // microbatch > MOST_MICROBATCHES:
+        fits = next(size for size in divisors(local) if local // size <= MOST_MICROBATCHES)
+        yield (
+            f"pipeline.microbatch={microbatch} makes {local // microbatch:,} microbatches of the {local:,} rows of a data-parallel rank, "
+            f"and a step has at most {MOST_MICROBATCHES:,}: use microbatch {fits} or more, or a smaller global_batch"
+        )
 
 
 def schedule(fit: Fit) -> Iterator[str]:
@@ -189,10 +201,15 @@ def layers(fit: Fit) -> Iterator[str]:
     if user:
         yield f"model.num_layers={num_layers} is fewer than {pieces}: use num_layers {pp * chunks} or more, or another schedule"
         return
-    fixes = [f"pp {any_of(nearest(range(1, num_layers // chunks + 1), pp))}"] if num_layers >= chunks else []
+    fixes = [f"pp {any_of(_up_to(num_layers // chunks))}"] if num_layers >= chunks else []
     if chunks > 1 and num_layers >= pp:
-        fixes.append(f"chunks {any_of(nearest(range(1, num_layers // pp + 1), chunks))}")
+        fixes.append(f"chunks {any_of(_up_to(num_layers // pp))}")
     yield f"model.num_layers={num_layers} is fewer than {pieces}: use {' or '.join(fixes) or 'pp 1'}"
+
+
+def _up_to(most: int, count: int = 4) -> range:
+    """The `count` numbers up to `most`, from 1 at the least."""
+    return range(max(most - count, 0) + 1, most + 1)
 
 
 FIT_RULES = (heads, mlp, sequence, batch, schedule, layers)

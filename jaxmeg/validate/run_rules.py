@@ -5,14 +5,29 @@ Nothing here needs the number of devices or jax. Each function yields finished m
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
-from jaxmeg.config import Config, DataConfig, GuardConfig
+from jaxmeg.arch import resolve_arch
+from jaxmeg.config import Config, DataConfig, GuardConfig, TrainConfig
+from jaxmeg.keys import KEYS
+from jaxmeg.validate.value_rules import value_of
+from jaxmeg.wording import shown
 
 
 def problems(config: Config) -> Iterator[str]:
-    yield from _data(config)
+    """Rules for text on the decoder."""
+    yield from _text(config)
+    yield from any_run(config)
+    for key, value in (("data.source", config.data.source), ("model.loss", config.model.loss)):
+        if value is not None:
+            yield f"{key}={shown(value)} has no effect without model.module: give the module too, or leave {key.split('.')[1]} out"
+
+
+def any_run(config: Config) -> Iterator[str]:
+    """Rules that also hold with a module of the user's."""
     yield from _checkpoints(config)
+    yield from _validation(config)
     yield from _processes(config)
     if config.guard.loss_spike == "off" and config.guard.spike_deviations != GuardConfig.spike_deviations:
         yield f"guard.spike_deviations={config.guard.spike_deviations} has no effect with guard.loss_spike=off: leave one of them out"
@@ -21,8 +36,8 @@ def problems(config: Config) -> Iterator[str]:
                f"use a smaller one")
 
 
-def _data(config: Config) -> Iterator[str]:
-    data = config.data
+def _text(config: Config) -> Iterator[str]:
+    data, train = config.data, config.train
     if data.packing == "concat" and data.long_documents != DataConfig.long_documents:
         yield (f"data.long_documents={data.long_documents} has no effect with data.packing=concat, which cuts documents at row ends: leave "
                f"long_documents out, or use packing fit or none")
@@ -31,9 +46,28 @@ def _data(config: Config) -> Iterator[str]:
     if data.validation is not None and data.validation_fraction != DataConfig.validation_fraction:
         yield (f"data.validation_fraction={data.validation_fraction} has no effect with data.validation={data.validation}: leave one of "
                f"them out")
-    for key, value in (("data.source", data.source), ("model.loss", config.model.loss)):
-        if value is not None and config.model.module is None:
-            yield f"{key}={value} has no effect without model.module: give the module too, or leave {key.split('.')[1]} out"
+    if data.text_key != DataConfig.text_key and not any(map(_may_have_records, (data.train, data.validation))):
+        yield (f"data.text_key={shown(data.text_key)} has no effect without JSONL or Parquet files in data.train or data.validation: leave "
+               f"text_key out")
+    if train.sample_tokens == 0 and train.sample_prompt != TrainConfig.sample_prompt:
+        yield (f"train.sample_prompt={shown(train.sample_prompt)} has no effect with train.sample_tokens=0: leave sample_prompt out, or "
+               f"use sample_tokens 1 or more")
+
+
+def _may_have_records(paths: str | dict[str, float] | None) -> bool:
+    """Whether files with fields may be among what a data key names; the shipped text, text files and token stores have none."""
+    names = paths if isinstance(paths, dict) else [paths] if paths is not None else []
+    return any(not name.endswith((".txt", ".txt.gz", ".bin", ".idx")) and not os.path.isfile(f"{name}.bin") for name in names)
+
+
+def _validation(config: Config) -> Iterator[str]:
+    if config.data.validation is not None or config.data.validation_fraction > 0:
+        return
+    for key in ("checkpoint.keep_best", "train.eval_rows", "train.eval_every"):
+        value = value_of(config, key)
+        if value != KEYS[key].default and (key, value) != ("train.eval_every", 0):  # which asks for what is so anyway
+            yield (f"{key}={value} has no effect with data.validation_fraction=0, which keeps no rows for validation: leave "
+                   f"{key.split('.')[1]} out, or keep some")
 
 
 def _checkpoints(config: Config) -> Iterator[str]:
@@ -62,3 +96,27 @@ def _processes(config: Config) -> Iterator[str]:
     if count and config.emulate and config.emulate % count:
         near = count * max(config.emulate // count, 1)
         yield f"distributed.num_processes={count} does not divide emulate={config.emulate}: use emulate {near}"
+
+
+def unread(config: Config, *, own: bool, compute: str, platform: str, num_devices: int, num_processes: int) -> Iterator[str]:
+    """Warnings of options that nothing reads in this run, as is known once jax runs; elsewhere the same config may need them.
+
+    own: whether a module of the user's is trained. compute: what precision.compute stands for here. platform: of the devices.
+    """
+    rope = not own and resolve_arch(config.model).positions == "rope"
+    resume = config.checkpoint.resume
+    scaled = f"precision.compute={config.precision.compute}, which is {compute} here"
+    found = {  # key -> (whether nothing reads it, what stands in the way)
+        "model.max_seq_len": (rope, "model.positions=rope, which needs no table"),
+        "precision.loss_scale_init": (compute != "fp16", scaled),
+        "precision.loss_scale_growth_interval": (compute != "fp16", scaled),
+        "train.out": (resume not in (None, config.train.out), f"checkpoint.resume={shown(resume)}, which goes on in the run's own folder"),
+        "record.compile_cache": (platform == "cpu" and config.record.compile_cache is not None, "devices on the CPU"),
+        "guard.replicas_every": (num_devices == 1 and config.guard.replicas_every > 0, "one device"),
+        "guard.silent_seconds": (num_processes == 1, "one process"),
+        "distributed.timeout": (num_processes == 1, "one process"),
+    }
+    for key, (is_unread, beside) in found.items():
+        value = value_of(config, key)
+        if is_unread and value != KEYS[key].default:
+            yield f"{key}={shown(value)} has no effect with {beside}"

@@ -5,19 +5,20 @@ Nothing here needs the number of devices. Each function yields finished messages
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from math import isfinite
-from pathlib import Path
 
 from jaxmeg import arch as shapes
 from jaxmeg import config as options
 from jaxmeg.arch import Arch
 from jaxmeg.config import Config, OptimConfig, PrecisionConfig
+from jaxmeg.keys import KEYS
 from jaxmeg.pipeline.user import is_schedule_file, schedule_problems
 from jaxmeg.record.window import window_problem
 from jaxmeg.rules import read_rules
-from jaxmeg.wording import any_of, unknown_choice
+from jaxmeg.wording import any_of, divisors, is_unicode, nearest, shown, unknown_choice
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "layout.remat": options.REMATS,
@@ -40,34 +41,45 @@ CHOICES: dict[str, tuple[str, ...]] = {
 Range = tuple[Callable[[float], bool], str]
 
 
-def _at_least(low: int) -> Range:
-    return (lambda value: value >= low), f"use {low} or more"
+COUNT = 2**31 - 1  # what the program counts in int32
+SIZE = 2**24  # of a dim; more than any model has
+MESH = 2**20
+ROWS = 2**20  # of an update
+LAYERS = 100_000
 
 
-_POSITIVE: Range = (lambda value: value > 0), "use a number above 0"
+def _at_least(low: int, most: int = COUNT) -> Range:
+    return (lambda value: low <= value <= most), f"use {low} or more" + (f", up to {most:,}" if most != COUNT else "")
+
+
+def _float(low: float) -> Range:
+    return (lambda value: low <= value <= 3e38), "use a number above 0" if low else "use 0 or more"
+
+
+_POSITIVE: Range = _float(1e-37)  # 0 in fp32 below
 _FRACTION: Range = (lambda value: 0 <= value < 1), "use a number in [0, 1)"
 _SHARE: Range = (lambda value: 0 <= value <= 1), "use a number in [0, 1]"
 
 RANGES: dict[str, Range] = {
-    "model.vocab_size": _at_least(1),
-    "model.num_layers": _at_least(1),
-    "model.embed_dim": _at_least(1),
-    "model.mlp_dim": _at_least(1),
-    "model.num_heads": _at_least(1),
-    "model.num_kv_heads": _at_least(1),
-    "model.head_dim": _at_least(1),
-    "model.max_seq_len": _at_least(1),
+    "model.vocab_size": _at_least(1, SIZE),
+    "model.num_layers": _at_least(1, LAYERS),
+    "model.embed_dim": _at_least(1, SIZE),
+    "model.mlp_dim": _at_least(1, SIZE),
+    "model.num_heads": _at_least(1, SIZE),
+    "model.num_kv_heads": _at_least(1, SIZE),
+    "model.head_dim": _at_least(1, SIZE),
+    "model.max_seq_len": _at_least(1, SIZE),
     "model.norm_eps": _POSITIVE,
     "model.rope_theta": _POSITIVE,
-    "mesh.pp": _at_least(1),
-    "mesh.rep": _at_least(1),
-    "mesh.dp": _at_least(1),
-    "mesh.ep": _at_least(1),
-    "mesh.cp": _at_least(1),
-    "mesh.tp": _at_least(1),
+    "mesh.pp": _at_least(1, MESH),
+    "mesh.rep": _at_least(1, MESH),
+    "mesh.dp": _at_least(1, MESH),
+    "mesh.ep": _at_least(1, MESH),
+    "mesh.cp": _at_least(1, MESH),
+    "mesh.tp": _at_least(1, MESH),
     "layout.zero": ((lambda value: value in (0, 1, 2, 3)), "use 0, 1, 2 or 3"),
-    "pipeline.chunks": _at_least(1),
-    "pipeline.microbatch": _at_least(1),
+    "pipeline.chunks": _at_least(1, LAYERS),
+    "pipeline.microbatch": _at_least(1, ROWS),
     "optim.lr": _POSITIVE,
     "optim.warmup": _at_least(0),
     "optim.final_lr_ratio": _SHARE,
@@ -77,25 +89,25 @@ RANGES: dict[str, Range] = {
     "optim.eps": _POSITIVE,
     "optim.momentum": _FRACTION,
     "optim.factored_dim": _at_least(1),
-    "optim.newton_schulz_steps": _at_least(1),
-    "optim.weight_decay": _at_least(0),
-    "optim.clip_norm": _at_least(0),
+    "optim.newton_schulz_steps": _at_least(1, 100),
+    "optim.weight_decay": _float(0),
+    "optim.clip_norm": _float(0),
     "optim.max_skipped_updates": _at_least(1),
     "precision.loss_scale_init": _POSITIVE,
     "precision.loss_scale_growth_interval": _at_least(1),
-    "data.seq_len": _at_least(1),
-    "data.global_batch": _at_least(1),
+    "data.seq_len": _at_least(1, SIZE),
+    "data.global_batch": _at_least(1, ROWS),
     "data.validation_fraction": _FRACTION,
     "data.max_rows": _at_least(1),
-    "data.prefetch": _at_least(1),
+    "data.prefetch": _at_least(1, 1024),
     "train.steps": _at_least(1),
     "train.stop_after": _at_least(1),
-    "train.seed": _at_least(0),
+    "train.seed": _at_least(0, 2**32 - 1),
     "train.dropout": _FRACTION,
     "train.eval_every": _at_least(0),
     "train.eval_rows": _at_least(0),
     "train.log_every": _at_least(1),
-    "train.sample_tokens": _at_least(0),
+    "train.sample_tokens": _at_least(0, SIZE),
     "checkpoint.every": _at_least(0),
     "checkpoint.keep": _at_least(1),
     "checkpoint.keep_best": _at_least(0),
@@ -103,10 +115,10 @@ RANGES: dict[str, Range] = {
     "guard.spike_deviations": _POSITIVE,
     "guard.step_seconds": _at_least(0),
     "guard.silent_seconds": _at_least(10),
-    "distributed.num_processes": _at_least(1),
+    "distributed.num_processes": _at_least(1, MESH),
     "distributed.process_id": _at_least(0),
     "distributed.timeout": _at_least(1),
-    "emulate": _at_least(1),
+    "emulate": _at_least(1, MESH),
 }
 
 
@@ -122,8 +134,17 @@ def ranges(config: Config) -> Iterator[str]:
     """Numbers outside their range; None is never out of range."""
     for key, (inside, fix) in RANGES.items():
         value = value_of(config, key)
-        if isinstance(value, int | float) and not (isfinite(value) and inside(value)):
+        if isinstance(value, int | float) and not inside(value):
             yield f"{key}={value} is out of range: {fix}"
+
+
+def texts(config: Config) -> Iterator[str]:
+    """Texts that are none: with NUL, or from bytes that are not UTF-8."""
+    for key in KEYS:
+        value = value_of(config, key)
+        for text in value if isinstance(value, dict) else (value,):
+            if isinstance(text, str) and ("\0" in text or not is_unicode(text)):
+                yield f"{key}={shown(text)} holds NUL or bytes that are not UTF-8: leave them out, or rename the file"
 
 
 def choices(config: Config) -> Iterator[str]:
@@ -143,8 +164,8 @@ def model(config: Config, arch: Arch | None) -> Iterator[str]:
     if arch is None:
         yield unknown_choice("model.preset", config.model.preset, shapes.PRESETS)
         return
-    if min(arch.num_heads, arch.num_kv_heads) >= 1 and arch.num_heads % arch.num_kv_heads:
-        fits = [kv for kv in range(1, arch.num_heads + 1) if arch.num_heads % kv == 0]
+    if all(1 <= heads <= SIZE for heads in (arch.num_heads, arch.num_kv_heads)) and arch.num_heads % arch.num_kv_heads:
+        fits = nearest(divisors(arch.num_heads), arch.num_kv_heads)
         yield (
             f"model.num_kv_heads={arch.num_kv_heads} does not divide model.num_heads={arch.num_heads}: "
             f"use num_kv_heads {any_of(fits)}"
@@ -187,7 +208,7 @@ def files(config: Config) -> Iterator[str]:
     yield from _data_files(config)
     if rules is not None:
         for problem in read_rules(rules)[1]:
-            yield f"layout.rules={rules}: {problem}"
+            yield f"layout.rules={shown(rules)}: {problem}"
     if not config.train.out:
         yield "train.out is empty: give a folder, for example runs/demo"
 
@@ -196,14 +217,19 @@ def _data_files(config: Config) -> Iterator[str]:
     for key in ("train", "validation"):
         value: str | dict[str, float] | None = getattr(config.data, key)
         weights = value if isinstance(value, dict) else {value: 1.0} if value is not None else {}
-        for path, weight in weights.items():
-            if not Path(path).exists() and not (Path(f"{path}.bin").is_file() and Path(f"{path}.idx").is_file()):
-                yield (f"data.{key}={path} does not exist: give a .txt, .jsonl or .parquet file, a folder of them, or a token store "
-                       f"({path}.bin and .idx)")
+        if value is not None and not weights:
+            yield f"data.{key} is an empty table: give a path, or paths with weights"
+        for name, weight in weights.items():
+            path = os.path.expanduser(name)
+            is_there = os.path.isfile(path) or os.path.isdir(path) or (os.path.isfile(f"{path}.bin") and os.path.isfile(f"{path}.idx"))
+            if not is_there:
+                what = "is no file or folder" if os.path.exists(path) else "does not exist"
+                yield (f"data.{key}={name} {what}: give a .txt, .jsonl or .parquet file, a folder of them, or a token store "
+                       f"({name}.bin and .idx)")
             if not weight > 0 or not isfinite(weight):
-                yield f"data.{key}: the weight {weight} of {path} is out of range: use a number above 0"
+                yield f"data.{key}: the weight {weight} of {name} is out of range: use a number above 0"
     tokenizer = config.data.tokenizer
-    if tokenizer != "bytes" and not Path(tokenizer).is_file():
+    if tokenizer != "bytes" and not os.path.isfile(os.path.expanduser(tokenizer)):
         yield f"data.tokenizer={tokenizer} is not a file: give a tokenizer.json, or bytes"
 
 
