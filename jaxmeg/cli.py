@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
+from jaxmeg.checkpoint.manifest import run_of
 from jaxmeg.config import AXES, Config, Resolved, resolve
 from jaxmeg.devices import Devices, plan_devices
 from jaxmeg.files import ContentError, TooManyValuesError, load_yaml, read_yaml
@@ -103,7 +104,8 @@ def _resumed(paths: list[str], overrides: Overrides) -> tuple[list[str], Overrid
     folder = next((value for key, value in reversed(overrides) if key == "checkpoint.resume"), None)
     if folder in (None, "null"):
         return paths, overrides
-    if not os.path.isfile(Path(folder) / "config.yaml"):
+    run = run_of(Path(folder))
+    if not os.path.isfile(run / "config.yaml"):
         raise ConfigError([f"checkpoint.resume={shown(folder)} is not the folder of a run: it has no config.yaml"])
     if any(key == "train.out" for key, _ in overrides):
         raise ConfigError(["train.out has no effect with checkpoint.resume, which goes on in the run's own folder: leave it out, or start "
@@ -111,8 +113,8 @@ def _resumed(paths: list[str], overrides: Overrides) -> tuple[list[str], Overrid
     processes = ["distributed.coordinator", "distributed.num_processes", "distributed.process_id"]
     pipeline = [key for key in KEYS if key.startswith("pipeline.")] if any(key.startswith("mesh.") for key, _ in overrides) else []
     once = dict.fromkeys(["checkpoint.init_from", "train.stop_after", "record.profile", "emulate", *processes, *pipeline], "null")
-    start = [*once.items(), ("checkpoint.allow_changes", "false"), ("train.out", folder)]
-    return [str(Path(folder) / "config.yaml"), *paths], [*start, *overrides]
+    start = [*once.items(), ("checkpoint.allow_changes", "false"), ("train.out", str(run))]
+    return [str(run / "config.yaml"), *paths], [*start, *overrides]
 
 
 def check(config: Config, num_devices: int) -> Resolved:
@@ -306,11 +308,11 @@ def _is_nested(value: object) -> bool:
 
 def _typed(config: Config) -> Config:
     """ConfigError for what the parser lets through: null for any key, names that are numbers, and whole numbers of any size."""
-    wrong = [f"{key}={'null' if value is None else shown(value)} " + (
-             "is out of range: use a number of at most 18 digits" if isinstance(value, int) else f"has the wrong type: give {entry.type_name}")
-             for key, entry in KEYS.items() if not fits(value := value_of(config, key), entry.type)]
+    wrong = {key: value for key, entry in KEYS.items() if not fits(value := value_of(config, key), entry.type)}
     if wrong:
-        raise ConfigError(wrong)
+        why = {key: "is out of range: use a number of at most 18 digits" if isinstance(value, int) else
+               f"has the wrong type: give {KEYS[key].type_name}" for key, value in wrong.items()}
+        raise ConfigError([f"{key}={'null' if value is None else shown(value)} {why[key]}" for key, value in wrong.items()])
     return config
 
 

@@ -9,15 +9,11 @@ from __future__ import annotations
 import signal
 import time
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxmeg.checkpoint.manifest import Manifest
-from jaxmeg.checkpoint.restore import restore, restore_weights
-from jaxmeg.checkpoint.resume import config_changes, data_problems
 from jaxmeg.checkpoint.save import Checkpoints
 from jaxmeg.cli import ConfigError
 from jaxmeg.config import Config
@@ -26,22 +22,20 @@ from jaxmeg.guard.program import read_back
 from jaxmeg.guard.replicas import Replicas
 from jaxmeg.journal import Journal, RunError, Start, warn
 from jaxmeg.pipeline.check import check_schedule
-from jaxmeg.processes.agree import together
-from jaxmeg.processes.connect import from_first_process
+from jaxmeg.processes.agree import together, wait_for_all
 from jaxmeg.processes.stop import StopSignal
 from jaxmeg.processes.watchdog import Watchdog
 from jaxmeg.record.cache import outcome, set_up_cache
 from jaxmeg.record.compiles import Watch
-from jaxmeg.record.folder import cannot_write, new_folder, reopen_folder, unwritable
 from jaxmeg.record.late import Late
 from jaxmeg.record.log import Log, logged_loss
 from jaxmeg.record.memory import describe, memory_lines
 from jaxmeg.record.profile import Profile, compiler_options
 from jaxmeg.record.speed import speed_of
-from jaxmeg.record.window import window
 from jaxmeg.report import Progress, Result, console, print_layout, print_sample, print_setup, print_summary
 from jaxmeg.setup import Setup
-from jaxmeg.state import TrainState, fresh_state
+from jaxmeg.start import first_state, refuse_unwritable, run_folder
+from jaxmeg.state import TrainState
 from jaxmeg.step import Metrics
 from jaxmeg.task import Task, own_task, text_task
 from jaxmeg.wording import shown
@@ -71,8 +65,8 @@ def _watched(config: Config, watchdog: Watchdog, devices: list[Any] | None, modu
     devices = jax.devices() if devices is None else devices
     console.quiet = jax.process_index() != 0
     cache = set_up_cache(config.record.compile_cache, devices[0].platform)
-    if not config.show_layout and (problem := unwritable(Path(config.checkpoint.resume or config.train.out))):
-        raise ConfigError([problem])
+    if not config.show_layout:
+        refuse_unwritable(config)
     task = _make_task(config, devices, module, loss, data)
     setup = task.setup
     print_setup(setup)
@@ -113,12 +107,13 @@ def _make_task(config: Config, devices: list[Any], module: Any, loss: Any, data:
 def _run(task: Task, watch: Watch, watchdog: Watchdog) -> Result:
     setup, config = task.setup, task.setup.config
     extra = {"tokenizer": task.tokenizer.fingerprint if task.tokenizer else None, "data": task.data}
-    state, consumed = _first_state(task, extra)
+    state, consumed = first_state(task, extra)
     first, steps = int(state.step), config.train.steps
     with closing(task.read(first, consumed)) as batches, StopSignal() as stop:
         n, rows = next(batches)
         compiled, compile_seconds = _compile(task, state, rows, watch)
-        folder = _folder(setup)  # only now: what can't be compiled leaves no folder, and no config in the run it was to go on
+        wait_for_all("the first step")
+        folder = run_folder(setup)  # only now: what can't be compiled leaves no folder, and no config in the run it was to go on
         loss_before = logged_loss(folder, first) if first else None
         replicas = Replicas(setup)
         if replicas.line:
@@ -127,7 +122,7 @@ def _run(task: Task, watch: Watch, watchdog: Watchdog) -> Result:
         late = Late[Metrics]()
         with (Progress(setup, first) as progress,
               Log(folder, tensorboard=config.record.tensorboard, resume_step=first or None, enabled=jax.process_index() == 0) as log,
-              Checkpoints(setup, folder, config.checkpoint, extra) as checkpoints,
+              Checkpoints(setup, folder, config.checkpoint, extra, first or None) as checkpoints,
               Profile(config.record.profile, folder, late) as profile):
             journal = Journal(setup, log, progress, watch, checkpoints, Start(folder, first, consumed, loss_before))
 
@@ -191,61 +186,6 @@ def _run(task: Task, watch: Watch, watchdog: Watchdog) -> Result:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _first_state(task: Task, extra: dict[str, Any]) -> tuple[TrainState, int]:
-    """(state, rows of the data it has consumed): fresh, with weights of another run, or a checkpoint's. extra: what this start reads."""
-    setup, checkpoint = task.setup, task.setup.config.checkpoint
-    if checkpoint.resume:
-        state, manifest = restore(setup, Path(checkpoint.resume))
-        _refuse_start(setup.config, manifest, extra)
-        console.print(f"resumed     {checkpoint.resume} after update {manifest.step}, {manifest.rows:,} rows of the data read",
-                      soft_wrap=True)
-        for change in config_changes(manifest.config, asdict(setup.config)):
-            console.print(f"            {change}", soft_wrap=True)
-        return state, manifest.rows
-    if checkpoint.init_from:
-        params = restore_weights(setup, Path(checkpoint.init_from))
-        console.print(f"weights     from {checkpoint.init_from}", soft_wrap=True)
-        return fresh_state(setup, params), 0
-    return task.init(), 0
-
-
-def _refuse_start(config: Config, manifest: Manifest, extra: dict[str, Any]) -> None:
-    """ConfigError where a checkpoint leaves nothing to do, or where the data is no longer what it was."""
-    resume, stop_after, found = config.checkpoint.resume, config.train.stop_after, []
-    if manifest.step >= config.train.steps:
-        found.append(f"train.steps={config.train.steps}: {resume} has done {manifest.step} updates already: use more steps, with "
-                     "--checkpoint.allow_changes true")
-    elif stop_after is not None and stop_after <= manifest.step:
-        found.append(f"train.stop_after={stop_after}: {resume} has done {manifest.step} updates already: use {manifest.step + 1} or more")
-    if config.record.profile and (updates := window(config.record.profile)) and updates[-1] <= manifest.step:
-        found.append(f"record.profile={config.record.profile}: {resume} has done {manifest.step} updates already: profile later ones")
-    if not config.checkpoint.allow_changes:
-        found += data_problems(manifest.extra, extra)
-    if found:
-        raise ConfigError(found)
-
-
-def _folder(setup: Setup) -> Path:
-    """The run folder, made or reopened by process 0; the others are told its name."""
-    config, error = setup.config, ""
-    wanted = folder = Path(config.checkpoint.resume or config.train.out)
-    if jax.process_index() == 0:
-        try:
-            if config.checkpoint.resume:
-                reopen_folder(wanted, setup)
-            else:
-                folder = new_folder(wanted, setup)
-        except OSError as problem:
-            error = cannot_write(wanted, problem)
-    answer = from_first_process(error or f"={folder}")
-    if not answer.startswith("="):
-        raise ConfigError([answer])
-    folder = Path(answer[1:])
-    if folder != wanted:
-        console.print(f"run folder  {wanted} holds an earlier run: this one goes to {folder}", soft_wrap=True)
-    return folder
 
 
 def _compile(task: Task, state: TrainState, rows: Any, watch: Watch) -> tuple[Any, float]:

@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     try:
         if len(jax.devices()) < devices.count:
             fail([f"jax sees {len(jax.devices())} {jax.default_backend()} devices, and the run has {devices.count}: check the driver and "
-                  "jax's plugin with tpu_gpu_setup/check_devices.py, or run on the CPU with --emulate"])
+                  "jax's plugin with scripts/doctor.py, or run on the CPU with --emulate"])
         return leave(train(config))
     except SystemExit as end:
         return leave(int(end.code or 0))
@@ -43,6 +43,8 @@ def train(config: Config) -> int:
     from jaxmeg.checkpoint.manifest import CheckpointError
     from jaxmeg.data.store import DataError
     from jaxmeg.models.own import OwnModuleError
+    from jaxmeg.processes.agree import ProcessError
+    from jaxmeg.record.log import LogError
     from jaxmeg.train import RunError, Stopped, run
 
     try:
@@ -52,7 +54,7 @@ def train(config: Config) -> int:
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         return stopped.code
-    except RunError as error:
+    except (RunError, LogError, ProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -38,7 +38,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     + tuple(f"doctor.{name}" for name in ("rates", "links", "forward", "probe"))
     + tuple(f"record.{name}" for name in ("cache", "compiles", "folder", "late", "log", "memory", "profile", "speed")),
     ("planner",),
-    ("train", "task", "engine", "journal", "evaluate", "verify.measure", "verify.run", "ablate", "report", "pipeline.check"),
+    ("train", "start", "task", "engine", "journal", "evaluate", "verify.measure", "verify.run", "ablate", "report", "pipeline.check"),
 )
 ROOM_OF = {f"{PACKAGE}.{name}".rstrip("."): number for number, names in enumerate(ROOMS, 1) for name in names}
 # Packages that mix rooms: each of their modules needs its own place in the table.

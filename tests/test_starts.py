@@ -12,6 +12,7 @@ import jax
 import pytest
 import runs
 
+from jaxmeg import start
 from jaxmeg import train as train_module
 from jaxmeg.checkpoint.restore import RestoreError, restore
 from jaxmeg.checkpoint.resume import data_problems
@@ -84,7 +85,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, monkeypatch):
     def refuse(*_: object) -> Path:
         raise OSError(30, "Read-only file system", str(tmp_path / "run"))
 
-    monkeypatch.setattr(train_module, "new_folder", refuse)
+    monkeypatch.setattr(start, "new_folder", refuse)
     refused(with_parts(BASE, train={"out": str(tmp_path / "run")}), r"cannot be written .*: Read-only file system", tmp_path)
 
 

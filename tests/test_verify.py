@@ -369,20 +369,24 @@ def test_the_script_writes_two_files_and_nothing_else(tmp_path):
 
 
 def test_the_script_lists_all_layouts_and_fails_where_one_does(tmp_path):
-    """A file that Python reads at its start doubles the gradients of two stages, in both processes."""
-    (tmp_path / "sitecustomize.py").write_text(DOUBLED)
+    """A file that Python reads at its start doubles the gradients of GPipe's stages, and ends a process that runs 1F1B's."""
+    (tmp_path / "sitecustomize.py").write_text(BROKEN)
     done = script(*TINY, "--global_batch=1", "--all=2", "--jobs=2", "--out=out", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     lines = sorted(line[:23] for line in done.stdout.splitlines() if line.startswith(("PASS", "FAIL")))
     assert lines == ["FAIL  pp=2, ZeRO 0, 1f1", "FAIL  pp=2, ZeRO 0, gpi", "PASS  tp=2, ZeRO 0     "]
     assert "3 layouts: 1 PASS, 2 FAIL" in done.stdout
+    assert [line for line in done.stdout.splitlines() if "1f1b" in line and "its process died twice" in line]
 
 
-DOUBLED = """
+BROKEN = """
+import os
 from jax import lax
 from jaxmeg.layout import Layout
-right = Layout.reduce
+from jaxmeg.verify import measure
+right, build = Layout.reduce, measure.build
 Layout.reduce = lambda self, grads: right(self, self.map(lambda leaf, g: g * lax.axis_size("pp"), grads))
+measure.build = lambda config, *rest: os._exit(3) if config.pipeline.schedule == "1f1b" else build(config, *rest)
 """
 
 

@@ -127,6 +127,14 @@ def _is_array(leaf: Leaf) -> bool:
     return min(leaf.shape, default=0) >= 0 and re.fullmatch("[a-z]+[0-9]{1,3}", leaf.dtype) is not None
 
 
+def readable(run: Path, step: int) -> Manifest | None:
+    """The manifest of a step; None where it is damaged, which matters to nobody who does not read that step."""
+    try:
+        return read_manifest(step_folder(run, step))
+    except CheckpointError:
+        return None
+
+
 def step_folder(run: Path, step: int) -> Path:
     return run / FOLDER / str(step)
 
@@ -136,11 +144,18 @@ def complete_steps(run: Path) -> list[int]:
     return sorted(int(entry.name) for entry in _entries(run) if _STEP.fullmatch(entry.name) and _is_complete(entry))
 
 
+def run_of(path: Path) -> Path:
+    """The run folder of a path that `find_step` takes."""
+    if path.name.isdigit() and path.parent.name == FOLDER:
+        return path.parent.parent
+    return path.parent if path.name == FOLDER else path
+
+
 def steps_to_keep(run: Path, keep: int, keep_best: int) -> set[int]:
     """The latest `keep` complete steps and, besides, the `keep_best` with the lowest validation loss."""
     steps = complete_steps(run)
-    losses = [(read_manifest(step_folder(run, step)).validation_loss, step) for step in steps] if keep_best else []
-    best = sorted((loss, step) for loss, step in losses if loss is not None and isfinite(loss))
+    found = [manifest for step in steps if (manifest := readable(run, step))] if keep_best else []
+    best = sorted((one.validation_loss, one.step) for one in found if one.validation_loss is not None and isfinite(one.validation_loss))
     return set(steps[-keep:]) | {step for _, step in best[:keep_best]}
 
 
@@ -161,7 +176,7 @@ def find_step(path: Path) -> Path:
                 return path
             have = ", ".join(map(str, complete_steps(path.parent.parent))) or "none"
             raise CheckpointError(f"{path} is not a complete checkpoint: the steps this run has are {have}")
-        run = path.parent if path.name == FOLDER else path
+        run = run_of(path)
         steps = complete_steps(run)
     except OSError as error:
         raise CheckpointError(f"{error.filename or path} cannot be read ({error.strerror}): give the folder of a run that can") from error

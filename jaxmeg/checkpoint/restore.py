@@ -145,4 +145,4 @@ def _some(found: list[str]) -> str:
 
 
 def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {shown((str(error).splitlines() or [''])[0])}"
+    return f"{type(error).__name__}: {shown((str(error).splitlines() or [''])[0].partition('. See full TensorStore details')[0])}"

@@ -10,6 +10,7 @@ Host memory: one copy of what this process holds, replicas once. Device memory: 
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
 import re
@@ -38,7 +39,7 @@ from jaxmeg.checkpoint.manifest import (
     Manifest,
     complete_steps,
     left_over,
-    read_manifest,
+    readable,
     step_folder,
     steps_to_keep,
 )
@@ -81,8 +82,7 @@ class Committed(NamedTuple):
 def array_handler() -> ocp.PyTreeCheckpointHandler:
     """How arrays are stored. Uncompressed: fp32 weights would shrink by 8 percent and take four times as long. Whole shards of
     one replica: parts from each replica would be cut out by as many programs (and see google/orbax#2090)."""
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_without_tracebacks)
+    _silence()
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     return ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
@@ -92,8 +92,9 @@ class Checkpoints:
     """The checkpoints of one run, as a context. Leaving it waits for the last save; if that one failed, SaveError is
     raised whatever `on_failure` says."""
 
-    def __init__(self, setup: Setup, run: Path, config: CheckpointConfig, extra: Mapping[str, Any]):
-        """Tidy the run folder and see that it can be written. `extra` is stored with every step, as JSON.
+    def __init__(self, setup: Setup, run: Path, config: CheckpointConfig, extra: Mapping[str, Any], first: int | None = None):
+        """Tidy the run folder and see that it can be written. `extra` is stored with every step, as JSON. first: the step that a run goes
+        on from; newer ones, which it will make again, are moved out of the way.
 
         Raises SaveError if the folder cannot be written; too little room is a warning.
         """
@@ -102,7 +103,7 @@ class Checkpoints:
         self._leaves = canonical_leaves(setup)
         self._to_canonical = to_canonical(self._leaves)
         self._num_bytes = sum(leaf.num_bytes for leaf in self._leaves.values())
-        self._prepare()
+        self._prepare(first)
         self._newest = self.latest  # the last step that was saved or tried
         self._thread: threading.Thread | None = None
         self._failure: SaveError | None = None  # not reported yet
@@ -227,12 +228,13 @@ class Checkpoints:
             _warn(f"old checkpoints in {self._folder} cannot be removed: {error}")
 
     # ---------------------------------------------------------------- before the first step
-    def _prepare(self) -> None:
+    def _prepare(self, first: int | None) -> None:
         problem = None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
                 self._tidy()
+                self._put_aside(first)
             probe = self._folder / f".probe-{jax.process_index()}"
             probe.write_bytes(bytes(4096))
             probe.unlink()
@@ -251,19 +253,40 @@ class Checkpoints:
             else:
                 _warn(f"{path} is not a complete checkpoint: it is not read, and replaced when step {path.name} is saved")
 
+    def _put_aside(self, first: int | None) -> None:
+        for step in complete_steps(self._run) if first is not None else ():
+            if step > (first or 0):
+                aside = next(path for number in range(1, sys.maxsize) if not (path := self._folder / f"aside-{step}-{number}").exists())
+                step_folder(self._run, step).rename(aside)
+                _warn(f"the checkpoint of step {step} is newer than the one the run goes on from: moved to {aside}")
+
     def _check_space(self) -> None:
         config, have = self._config, complete_steps(self._run)
         to_come = 1 + (self._setup.config.train.steps // config.every if config.every else 0)
         count = min(config.keep + config.keep_best + 1, len(have) + to_come)
-        room = _free_bytes(self._folder) + sum(read_manifest(step_folder(self._run, step)).num_bytes for step in have)
+        room = _free_bytes(self._folder) + sum(found.num_bytes for step in have if (found := readable(self._run, step)))
         if room < count * self._num_bytes:
             _warn(f"{self._folder} has room for {_megabytes(room)}, and {count} checkpoints of {_megabytes(self._num_bytes)} need "
                   f"{_megabytes(count * self._num_bytes)} (checkpoint.keep={config.keep}, keep_best={config.keep_best}, one being made): "
                   "make room, or saves will fail")
 
 
+@functools.cache
+def _silence() -> None:
+    """What fails is said once, by us: not by Orbax with its stack, and not by TensorStore, whose writes that are left over find
+    Orbax's event loop closed."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_without_tracebacks)
+    before = sys.unraisablehook
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    sys.unraisablehook = hook
+
+
 def _without_tracebacks(record: logging.LogRecord) -> bool:
-    """Orbax prints what fails with its stack; we say it ourselves."""
     return record.levelno < logging.ERROR or "orbax" not in record.pathname + record.getMessage()
 
 

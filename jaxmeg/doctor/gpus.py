@@ -108,7 +108,7 @@ def driver(machine: Machine, cuda: int | None) -> Finding:
     fine = f"{len(machine.visible)} of {len(machine.devices)} visible, {kinds}" + (f", driver {version}" if version else "")
     details = [f"GPU {gpu.index}: {gpu.name}, {gpu.used / MIB_PER_GIB:.1f} of {gpu.memory / MIB_PER_GIB:.1f} GiB in use" for gpu in gpus]
     settings = [f"{name}={value}" for name, value in sorted(machine.environ.items())
-                if name.startswith(("CUDA_", "NCCL_", "NVIDIA_", "XLA_", "JAX_", "TPU_"))]
+                if name.startswith(("CUDA_", "NCCL_", "NVIDIA_VISIBLE_", "XLA_", "JAX_", "TPU_"))]
     return conclude("gpus", fine, _driver_problems(machine, version, cuda), details + settings)
 
 

@@ -85,7 +85,7 @@ def packages(facts: Facts) -> Finding:
 
 def _problems(facts: Facts, versions: dict[str, str]) -> Iterator[Problem]:
     if facts.requires_python is None:
-        yield Problem("FAIL", "jaxmeg is not installed in this Python", "run pip install -e . in the folder of jaxmeg")
+        yield Problem("warn", "jaxmeg is not installed in this Python, so what it needs is not known", "run pip install -e . in its folder")
     elif not Requirement(f"python{facts.requires_python}").specifier.contains(facts.python, prereleases=True):
         yield Problem("FAIL", f"python {facts.python} is not {facts.requires_python}", "use a newer Python")
     for name, found in facts.installed.items():

@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 
 CHECK = "JAXMEG_CHECK_PROCESSES"
 SECONDS = 60
+PATIENCE = 86400  # seconds: a process that has ended is seen by the watchdog
 _visits: Counter[str] = Counter()
 
 
@@ -28,6 +29,15 @@ def any_process(flag: bool) -> bool:
     return flag if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
+def wait_for_all(place: str) -> None:
+    """Until every process is here, however long it takes: they compile at their own speed, and a collective waits for half a minute only.
+
+    Raises ProcessError where one has ended.
+    """
+    if jax.process_count() > 1:
+        _barrier(place, PATIENCE, f"process {jax.process_index()} waited for the others before {place}, and they did not come")
+
+
 def together(section: str) -> None:
     """All processes are about to do `section`. Looked at only if JAXMEG_CHECK_PROCESSES is set.
 
@@ -35,9 +45,13 @@ def together(section: str) -> None:
     """
     if jax.process_count() == 1 or not os.environ.get(CHECK):
         return
-    _visits[section] += 1
+    _barrier(section, SECONDS, f"process {jax.process_index()} waited {SECONDS} s for the others at {section} number "
+             f"{_visits[section] + 1}: every process must save, restore, evaluate and export at the same steps")
+
+
+def _barrier(name: str, seconds: int, failure: str) -> None:
+    _visits[name] += 1
     try:
-        ocp.multihost.get_barrier_sync_fn()(key=f"jaxmeg:{section}:{_visits[section]}", timeout_ms=1000 * SECONDS)
+        ocp.multihost.get_barrier_sync_fn()(key=f"jaxmeg:{name}:{_visits[name]}", timeout_ms=1000 * seconds)
     except jax.errors.JaxRuntimeError as error:
-        raise ProcessError(f"process {jax.process_index()} waited {SECONDS} s for the others at {section} number {_visits[section]}: "
-                           "every process must save, restore, evaluate and export at the same steps") from error
+        raise ProcessError(failure) from error

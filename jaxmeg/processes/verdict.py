@@ -19,8 +19,9 @@ DOES = {
     "start": "prepares the run or compiles it",
     "end": "ends the run after step {}",
 }
-UNLIMITED = ("start", "end")
-"""Phases that may take as long as they do."""
+SLOW = {"start": float("inf"), "save": 3600.0, "end": 3600.0}
+"""Seconds that these phases may take, if a step may not take longer: compiling and reading a checkpoint take what they take, and a save
+may wait for the one before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ def behind(beats: Sequence[Beat]) -> list[Beat]:
 def is_overdue(mine: Beat, others: Sequence[Beat], limit: float) -> bool:
     """Whether this process has stood at one place for longer than `limit` seconds (0: no limit), while nobody compiled."""
     compiling = any(beat.stage == "compiling" for beat in (mine, *others))
-    return limit > 0 and mine.phase not in UNLIMITED and mine.seconds > limit and not compiling
+    return limit > 0 and mine.seconds > max(limit, SLOW.get(mine.phase, 0.0)) and not compiling
 
 
 def stuck(mine: Beat, others: Sequence[Beat], limit: float) -> tuple[str, list[int]]:

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -66,8 +67,8 @@ def reopen_folder(folder: Path, setup: Setup) -> None:
         fresh = folder / f"{name}.tmp"
         fresh.write_text(text[name])
         if (folder / name).exists():
-            (folder / name).rename(_numbered(folder / name, number))
-        fresh.rename(folder / name)
+            shutil.copy2(folder / name, _numbered(folder / name, number))  # at no moment is there none: without config.yaml it is no run
+        fresh.replace(folder / name)
 
 
 def unwritable(folder: Path) -> str | None:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,10 @@ TAGS: Mapping[str, str] = {
     "validation_loss": "validation/loss",
     "validation_tokens": "validation/tokens",
 }
+
+
+class LogError(RuntimeError):
+    """The record of a run that can't be written; one line."""
 
 
 class Log:
@@ -72,8 +77,15 @@ class Log:
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one record, whose line is on disk when this returns. A float that is not finite is null in the JSON."""
         if self.file:
-            self.file.write(json.dumps({key: _json(value) for key, value in record.items()}, allow_nan=False) + "\n")
-            self.file.flush()
+            line = json.dumps({key: _json(value) for key, value in record.items()}, allow_nan=False) + "\n"
+            try:
+                self.file.write(line)
+                self.file.flush()
+            except OSError as error:
+                with suppress(OSError):  # closing would try to write it again
+                    self.file.close()
+                raise LogError(f"stopped after update {record['step']}: {self.file.name} cannot be written ({error.strerror}): see that it "
+                               "can, or make room, then --resume") from error
         if self.board:
             for key, tag in TAGS.items():
                 value = record.get(key)

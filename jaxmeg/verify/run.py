@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 
 import jax
 
@@ -74,12 +75,29 @@ def compare_all(configs: list[Config], shrunk: list[str], called: str, jobs: int
 
 
 def _each(configs: list[Config], jobs: int) -> Iterator[tuple[int, Certificate]]:
+    """Certificates as they come, each with its config's number. A process that dies takes the work of all with it: what is left then
+    runs again, each in a process of its own."""
+    left = dict(enumerate(configs))
     if jobs == 1:
-        yield from ((n, certify(config)) for n, config in enumerate(configs))
+        yield from ((n, certify(left.pop(n))) for n in list(left))
         return
+    for n, certificate in _in_processes(left, jobs):
+        del left[n]
+        yield n, certificate
+    for n, config in left.items():
+        crashed = Certificate(layout=layout_name(config), crash="its process died twice: see what it wrote to stderr")
+        yield n, next((certificate for _, certificate in _in_processes({n: config}, 1)), crashed)
+
+
+def _in_processes(configs: dict[int, Config], jobs: int) -> Iterator[tuple[int, Certificate]]:
+    """Ends early if a process dies."""
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:  # each has its own jax
-        futures = {pool.submit(certify, config): n for n, config in enumerate(configs)}
-        yield from ((futures[future], future.result()) for future in as_completed(futures))
+        futures = {pool.submit(certify, config): n for n, config in configs.items()}
+        for future in as_completed(futures):
+            if isinstance(future.exception(), BrokenProcessPool):
+                print("a process died: the layouts that are left run again, one by one", file=sys.stderr)
+                return
+            yield futures[future], future.result()
 
 
 def devices_line() -> str:
