@@ -115,7 +115,8 @@ def _wrong(manifest: Manifest) -> str | None:
         return wrong[0]
     wrong = [name for name in ("step", "updates", "rows") if getattr(manifest, name) < 0]
     wrong += [f"the leaf {shown(name)}" for name, leaf in manifest.leaves.items() if not is_typed(leaf) or not _is_array(leaf)]
-    wrong += [f"layout.{name}" for name, hint in _LAYOUT.items() if not fits(manifest.layout.get(name), hint)]
+    wrong += [f"layout.{name}" for name, hint in _LAYOUT.items()
+              if name not in manifest.layout or not fits(manifest.layout[name], hint)]
     config: dict[str, Any] = {}
     for section, entries in manifest.config.items():
         config |= {f"{section}.{name}": entry for name, entry in entries.items()} if isinstance(entries, dict) else {section: entries}
