@@ -117,12 +117,12 @@ def _resumed(paths: list[str], overrides: Overrides) -> tuple[list[str], Overrid
     return [str(run / "config.yaml"), *paths], [*start, *overrides]
 
 
-def check(config: Config, num_devices: int) -> Resolved:
-    """Every violated rule as one line and exit code 2, or every warning and the resolved sizes."""
+def check(config: Config, num_devices: int, *, warn: bool = True) -> Resolved:
+    """Every violated rule as one line and exit code 2, or every warning and the resolved sizes. warn: whether to print the warnings."""
     found = problems(config, num_devices)
     if found:
         fail(found)
-    for line in warnings(config, num_devices):
+    for line in warnings(config, num_devices) if warn else []:
         print(f"warning: {line}", file=sys.stderr)
     return resolve(config, num_devices)
 
@@ -130,24 +130,26 @@ def check(config: Config, num_devices: int) -> Resolved:
 def start(config: Config) -> Devices:
     """Count the devices, check config and environment for them, and set what jax reads when it is first imported.
 
-    Returns the devices. Prints one line where they are emulated, and what was set; exits with 2 where no run can start.
+    Returns the devices. Process 0 prints the warnings, one line where devices are emulated, and what was set. Exits with 2 where no run
+    can start.
     """
     processes = find_processes(config.distributed, os.environ)
     devices = plan_devices(config, processes=processes)
     found = [line for line in (processes.problem, devices.problem, *variables.problems(os.environ)) if line]
     if found:
         fail(found)
-    check(config, devices.count)
-    for line in filter(None, (processes.note, *variables.warnings(os.environ, 0 if devices.emulated else devices.count))):
+    first = processes.index == 0
+    check(config, devices.count, warn=first)
+    for line in filter(None, (processes.note, *variables.warnings(os.environ, 0 if devices.emulated else devices.count))) if first else ():
         print(f"warning: {line}", file=sys.stderr)
-    if devices.message:
+    if first and devices.message:
         print(devices.message, file=sys.stderr)
     chosen = variables.defaults(os.environ, devices.count, config.guard.step_seconds, devices.emulated)
     os.environ.update(chosen)
     if devices.emulated:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["XLA_FLAGS"] = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices.count // processes.count}"
-    elif chosen and processes.index == 0:
+    elif chosen and first:
         print(f"environment {', '.join(f'{name}={value}' for name, value in chosen.items())} (set, as nobody had)", file=sys.stderr)
     return devices
 

@@ -295,9 +295,11 @@ class GuardConfig:
     unplanned: str = "warn"
     """When the compiled program moves data that the layout did not ask for: off, warn or stop."""
     step_seconds: int = 600
-    """The run ends when a step, an evaluation or the wait for data takes longer; compiling may. 0 waits for ever."""
+    """The run ends when a step, an evaluation or the wait for data takes longer; compiling may, and a process that was stopped (Ctrl-Z)
+    starts to count anew. 0 waits for ever."""
     silent_seconds: int = 60
-    """With several processes, the run ends when one has given no sign of life for so long."""
+    """With several processes, the run ends when one has given no sign of life for so long, or when process 0, through which they hear
+    of each other, has not answered for so long."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from jaxmeg.validate.mesh_rules import is_sized, num_named
 from jaxmeg.wording import any_of, divisors
 
 ONE = Processes(count=1, index=0, origin="one process")
+LOCAL_IDS = "JAX_LOCAL_DEVICE_IDS"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +54,17 @@ class Share:
 def share_of(processes: Processes, num_visible: int, environ: Mapping[str, str]) -> Share:
     """Which of `num_visible` accelerators this process takes, by how many processes of the run share the host.
 
-    JAX_LOCAL_DEVICE_IDS, jax's own variable, comes first. A launcher that has already given each process accelerators of its
-    own (one visible, or fewer than SLURM says the node has) is left alone.
+    JAX_LOCAL_DEVICE_IDS, jax's own variable, comes first; jax reads it for several processes only. A launcher that has already given
+    each process accelerators of its own (one visible, or fewer than SLURM says the node has) is left alone.
     """
-    asked = environ.get("JAX_LOCAL_DEVICE_IDS")
-    if asked:
-        ids = tuple(int(part) for part in asked.split(",") if part.strip().isdigit())
-        return Share(ids=ids, count=len(ids), origin="JAX_LOCAL_DEVICE_IDS")
+    asked = environ.get(LOCAL_IDS)
+    if asked and processes.count > 1:
+        parts = [part.strip() for part in asked.split(",")]
+        if not all(part.isdecimal() and int(part) < num_visible for part in parts) or len({*parts}) < len(parts):
+            return Share(ids=None, count=num_visible, origin="", problem=(
+                f"{LOCAL_IDS}={asked} is not a list of accelerators, each from 0 to {num_visible - 1} and named once: give for example "
+                "0,1, or unset it"))
+        return Share(ids=tuple(map(int, parts)), count=len(parts), origin=LOCAL_IDS)
     here = processes.on_host or 1
     on_node = environ.get("SLURM_GPUS_ON_NODE", "")
     given = num_visible == 1 or (processes.host_origin.startswith("SLURM") and on_node.isdigit() and num_visible < int(on_node))
@@ -90,8 +95,10 @@ def plan_devices(
     found = accelerators(environ, root)
     missing = jax_lacks(found)
     if found and missing is None:
-        share = share_of(processes, len(found), environ) if processes.count > 1 else share_of(ONE, len(found), environ)
-        return Devices(count=share.count * processes.count, emulated=False, message=None, problem=share.problem, local=share.ids,
+        share, asked = share_of(processes, len(found), environ), environ.get(LOCAL_IDS)
+        message = (f"warning: {LOCAL_IDS}={asked} has no effect with one process: to use only some of the {len(found)} accelerators set "
+                   "CUDA_VISIBLE_DEVICES") if asked and processes.count == 1 else None
+        return Devices(count=share.count * processes.count, emulated=False, message=message, problem=share.problem, local=share.ids,
                        origin=share.origin)
     count = num_named(config.mesh) if is_sized(config.mesh) else 1
     if found:

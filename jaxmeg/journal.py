@@ -4,7 +4,7 @@ makes it stop: skipped updates, a jump of the loss, devices that disagree. Lines
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxmeg.checkpoint.save import Checkpoints, Committed
 from jaxmeg.guard.replicas import Found
-from jaxmeg.guard.spikes import Spikes
+from jaxmeg.guard.spikes import WINDOW, Spikes
 from jaxmeg.layout import is_leaf_layout
 from jaxmeg.record.compiles import Watch
 from jaxmeg.record.late import Arrival
@@ -40,8 +40,8 @@ class Start(NamedTuple):
     """Updates done before."""
     rows: int = 0
     """Rows of the data consumed before."""
-    loss: float | None = None
-    """Of the last update before, if it is known."""
+    losses: Sequence[float] = ()
+    """Of the updates before, as far as they are known."""
 
 
 def warn(line: str) -> None:
@@ -54,7 +54,10 @@ class Journal:
     """Writes the run's record step by step."""
 
     def __init__(self, setup: Setup, log: Log, progress: Progress, watch: Watch, checkpoints: Checkpoints, start: Start):
-        self.checkpoints, self.start, self.spikes = checkpoints, start, Spikes(setup.config.guard.spike_deviations)
+        self.checkpoints, self.start = checkpoints, start
+        self.spikes = Spikes(setup.config.guard.spike_deviations)
+        for loss in start.losses[-WINDOW:]:
+            self.spikes.see(loss)
         self.setup, self.log, self.progress, self.watch = setup, log, progress, watch
         self.speed, self.devices = speed_of(setup), list(setup.mesh.devices.flat)
         self.losses: list[float] = []
@@ -76,8 +79,8 @@ class Journal:
                 "loss_scale": float(metrics.loss_scale), "step_s": seconds.step, "data_wait_s": seconds.data_wait,
                 "evaluate_s": seconds.evaluate, "save_s": seconds.save, "profile_s": seconds.profile,
                 **self.speed.rates(seconds.training), **memory_record(self.devices)}
-            if not self.losses and self.start.loss is not None:
-                self._compare_with_before(record, self.start.loss)
+            if not self.losses and self.start.losses:
+                self._compare_with_before(record, self.start.losses[-1])
             self.losses.append(record["loss"])
             self.seconds += seconds.training
             self.applied = record["applied"]

@@ -95,7 +95,7 @@ def print_layout(setup: Setup) -> None:
     for row, decay in zip(rows, decays, strict=True):
         table.add_row(row.path, str(row.shape), " ".join(row.dims), row.spec, f"{row.bytes_per_device:,}",
                       "yes" if decay else "-", row.note)
-    wide = Console(highlight=False, width=max(console.width, 170))
+    wide = Console(highlight=False, width=max(console.width, 170), quiet=console.quiet)
     wide.print(table)
     whole = sum(row.bytes_per_device for row in rows if row.note)
     wide.print(f"total {sum(row.bytes_per_device for row in rows):,} bytes of fp32 parameters a device, and "
@@ -168,6 +168,8 @@ def print_sample(prompt: str, text: str) -> None:
 def print_summary(result: Result) -> None:
     setup, rates = result.setup, result.rates
     config = setup.config
+    if result.sample is not None:
+        print_sample(config.train.sample_prompt, result.sample)
     speed = f"{rates['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in rates else f"{rates['samples_per_s']:,.1f} rows/s"
     speed += f", MFU {percent(rates['mfu'])}" if "mfu" in rates else ""
     schedule = f", {setup.resolved.schedule}" if setup.resolved.schedule else ""

@@ -16,6 +16,7 @@ from jaxmeg.checkpoint.restore import restore, restore_weights
 from jaxmeg.checkpoint.resume import config_changes, data_problems
 from jaxmeg.cli import ConfigError
 from jaxmeg.config import Config
+from jaxmeg.processes.agree import wait_for_all
 from jaxmeg.processes.connect import from_first_process
 from jaxmeg.record.folder import cannot_write, new_folder, reopen_folder, unwritable
 from jaxmeg.record.window import window
@@ -83,6 +84,7 @@ def run_folder(setup: Setup) -> Path:
                 folder = new_folder(wanted, setup)
         except OSError as problem:
             error = cannot_write(wanted, problem)
+    wait_for_all("the run folder")
     answer = from_first_process(error or f"={folder}")
     if not answer.startswith("="):
         raise ConfigError([answer])

@@ -29,7 +29,7 @@ from jaxmeg.step import local_rows, make_train_step, place_rows
 from jaxmeg.validate.check import problems
 from jaxmeg.validate.run_rules import unread
 
-Evaluate = Callable[[Any], tuple[float, float]]
+Evaluate = Callable[[Any, Callable[[], object]], tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Task:
     read: Callable[[int, int], Generator[tuple[int, Any], None, None]]
     """(first update, rows consumed before it) -> (update, its batch on the devices), to the last update of the run."""
     evaluate: Evaluate | None
-    """params -> (mean loss, tokens or weight), or None where no rows are kept for it."""
+    """(params, called before each batch) -> (mean loss, tokens or weight), or None where no rows are kept for it."""
     data: dict[str, Any]
     """What was read, for the record."""
     print_data: Callable[[Console], object]
@@ -113,8 +113,13 @@ def _text_evaluate(setup: Setup, validation: Dataset) -> Evaluate:
     evaluate, size, wanted = make_evaluate(setup), setup.config.data.global_batch, setup.config.train.eval_rows
     count = min(wanted or validation.rows_per_epoch, validation.rows_per_epoch)
 
-    def run(params: Any) -> tuple[float, float]:
-        return evaluate(params, (validation.rows(np.arange(first, min(first + size, count))) for first in range(0, count, size)))
+    def run(params: Any, begin: Callable[[], object]) -> tuple[float, float]:
+        def batches() -> Iterator[Rows]:
+            for first in range(0, count, size):
+                begin()
+                yield validation.rows(np.arange(first, min(first + size, count)))
+
+        return evaluate(params, batches())
 
     return run
 
@@ -146,9 +151,10 @@ def _own_evaluate(setup: Setup, loss: Loss, stream: RowStream, place: Microbatch
     step, size, wanted = make_own_eval_step(setup, loss), setup.config.data.global_batch, setup.config.train.eval_rows
     count = min(wanted or stream.num_validation, stream.num_validation)
 
-    def run(params: Any) -> tuple[float, float]:
+    def run(params: Any, begin: Callable[[], object]) -> tuple[float, float]:
         total = weight = 0.0
         for first in range(0, count, size):
+            begin()
             value, more = step(params, place(stream.validation(first, min(size, count - first)), fill=True))
             total, weight = total + float(value), weight + float(more)
         return total / max(weight, 1e-12), weight

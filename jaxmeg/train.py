@@ -9,11 +9,13 @@ from __future__ import annotations
 import signal
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxmeg.checkpoint.manifest import complete_steps
 from jaxmeg.checkpoint.save import Checkpoints
 from jaxmeg.cli import ConfigError
 from jaxmeg.config import Config
@@ -28,13 +30,13 @@ from jaxmeg.processes.watchdog import Watchdog
 from jaxmeg.record.cache import outcome, set_up_cache
 from jaxmeg.record.compiles import Watch
 from jaxmeg.record.late import Late
-from jaxmeg.record.log import Log, logged_loss
+from jaxmeg.record.log import Log, logged_losses
 from jaxmeg.record.memory import describe, memory_lines
 from jaxmeg.record.profile import Profile, compiler_options
 from jaxmeg.record.speed import speed_of
-from jaxmeg.report import Progress, Result, console, print_layout, print_sample, print_setup, print_summary
+from jaxmeg.report import Progress, Result, console, print_layout, print_setup, print_summary
 from jaxmeg.setup import Setup
-from jaxmeg.start import first_state, refuse_unwritable, run_folder
+from jaxmeg.start import first_state, refuse_unwritable, run_folder, wanted_folder
 from jaxmeg.state import TrainState
 from jaxmeg.step import Metrics
 from jaxmeg.task import Task, own_task, text_task
@@ -58,15 +60,20 @@ def run(config: Config, devices: list[Any] | None = None, *, module: Any = None,
     Raises RunError, and ConfigError, DataError, OwnModuleError, CheckpointError for what the user can put right.
     """
     with Watchdog(config.guard) as watchdog:
-        return _watched(config, watchdog, devices, module, loss, data)
+        result = _watched(config, watchdog, devices, module, loss, data)
+    if isinstance(result, Stopped):
+        raise result
+    return result
 
 
-def _watched(config: Config, watchdog: Watchdog, devices: list[Any] | None, module: Any, loss: Any, data: Any) -> Result | None:
+def _watched(config: Config, watchdog: Watchdog, devices: list[Any] | None, module: Any, loss: Any, data: Any) -> Result | Stopped | None:
     devices = jax.devices() if devices is None else devices
     console.quiet = jax.process_index() != 0
     cache = set_up_cache(config.record.compile_cache, devices[0].platform)
     if not config.show_layout:
         refuse_unwritable(config)
+    if config.checkpoint.resume:
+        watchdog.checkpoint = partial(_safe, wanted_folder(config))
     task = _make_task(config, devices, module, loss, data)
     setup = task.setup
     print_setup(setup)
@@ -80,6 +87,11 @@ def _watched(config: Config, watchdog: Watchdog, devices: list[Any] | None, modu
     task.print_data(console)
     with Watch() as watch:
         return _run(task, watch, watchdog)
+
+
+def _safe(folder: Path) -> tuple[int | None, str]:
+    """(newest complete step, folder): what a run that is ended can go on from."""
+    return max(complete_steps(folder), default=None), str(folder)
 
 
 def _make_task(config: Config, devices: list[Any], module: Any, loss: Any, data: Any) -> Task:
@@ -104,7 +116,7 @@ def _make_task(config: Config, devices: list[Any], module: Any, loss: Any, data:
     return own_task(config, devices, module, loss, data)
 
 
-def _run(task: Task, watch: Watch, watchdog: Watchdog) -> Result:
+def _run(task: Task, watch: Watch, watchdog: Watchdog) -> Result | Stopped:
     setup, config = task.setup, task.setup.config
     extra = {"tokenizer": task.tokenizer.fingerprint if task.tokenizer else None, "data": task.data}
     state, consumed = first_state(task, extra)
@@ -114,19 +126,18 @@ def _run(task: Task, watch: Watch, watchdog: Watchdog) -> Result:
         compiled, compile_seconds = _compile(task, state, rows, watch)
         wait_for_all("the first step")
         folder = run_folder(setup)  # only now: what can't be compiled leaves no folder, and no config in the run it was to go on
-        loss_before = logged_loss(folder, first) if first else None
+        watchdog.checkpoint = partial(_safe, folder)
+        before = Start(folder, first, consumed, logged_losses(folder, first))
         replicas = Replicas(setup)
         if replicas.line:
             console.print(f"replicas    {replicas.line}", soft_wrap=True)
         replicas.look(first, state)
         late = Late[Metrics]()
         with (Progress(setup, first) as progress,
-              Log(folder, tensorboard=config.record.tensorboard, resume_step=first or None, enabled=jax.process_index() == 0) as log,
               Checkpoints(setup, folder, config.checkpoint, extra, first or None) as checkpoints,
+              Log(folder, tensorboard=config.record.tensorboard, resume_step=first or None, enabled=jax.process_index() == 0) as log,
               Profile(config.record.profile, folder, late) as profile):
-            journal = Journal(setup, log, progress, watch, checkpoints, Start(folder, first, consumed, loss_before))
-
-            watchdog.checkpoint = lambda: (checkpoints.latest, str(folder))
+            journal = Journal(setup, log, progress, watch, checkpoints, before)
 
             def settle() -> None:
                 journal.steps(late.flush())
@@ -149,9 +160,8 @@ def _run(task: Task, watch: Watch, watchdog: Watchdog) -> Result:
                 if task.evaluate and (last or _due(n + 1, config.train.eval_every)):
                     settle()
                     together("evaluate")
-                    watchdog.at("evaluate", n + 1)
                     with late.apart("evaluate"), journal.first("evaluate"):
-                        validation_loss, count = task.evaluate(state.params)
+                        validation_loss, count = task.evaluate(state.params, partial(watchdog.at, "evaluate", n + 1))
                     journal.validated(n + 1, validation_loss, count)
                 if save:
                     settle()
@@ -172,9 +182,7 @@ def _run(task: Task, watch: Watch, watchdog: Watchdog) -> Result:
     if profile.written:
         console.print(f"trace       {profile.where()}", soft_wrap=True)
     if not last and n + 1 != config.train.stop_after:
-        raise Stopped(stop.name, n + 1, steps, folder)
-    if text is not None:
-        print_sample(config.train.sample_prompt, text)
+        return Stopped(stop.name, n + 1, steps, folder)
     result = Result(
         setup=setup, losses=journal.losses, validation=journal.validation, sample=text, folder=folder, seconds=journal.seconds,
         compile_seconds=compile_seconds, rates=journal.speed.rates(journal.seconds / len(journal.losses)))

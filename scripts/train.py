@@ -37,10 +37,11 @@ def main(argv: list[str]) -> int:
 
 
 def train(config: Config) -> int:
-    """The exit code."""
+    """The exit code: 2 for what was refused at the start, 1 for what failed later. Process 0 alone says what all know."""
     import jax
 
     from jaxmeg.checkpoint.manifest import CheckpointError
+    from jaxmeg.checkpoint.save import SaveError
     from jaxmeg.data.store import DataError
     from jaxmeg.models.own import OwnModuleError
     from jaxmeg.processes.agree import ProcessError
@@ -49,14 +50,16 @@ def train(config: Config) -> int:
 
     try:
         run(config)
-    except (ConfigError, CheckpointError, DataError, OwnModuleError) as error:
-        fail(str(error).splitlines())
-    except Stopped as stopped:
-        print(stopped, file=sys.stderr)
-        return stopped.code
-    except (RunError, LogError, ProcessError) as error:
+    except (SaveError, LogError, ProcessError) as error:  # of this process alone, it may be
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except (ConfigError, CheckpointError, DataError, OwnModuleError) as error:
+        fail(str(error).splitlines())
+    except RunError as error:
+        stopped = isinstance(error, Stopped)
+        if jax.process_index() == 0:
+            print(error if stopped else f"error: {error}", file=sys.stderr)
+        return error.code if stopped else 1
     except KeyboardInterrupt:
         print("interrupted at once: the checkpoints so far are all there is", file=sys.stderr)
         return 130

@@ -190,6 +190,18 @@ def test_check_prints_warnings(capsys):
     assert capsys.readouterr().err.startswith("warning: 2 microbatches are fewer than mesh.pp=4 stages")
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_one_of_several_processes_says_what_concerns_all(monkeypatch, capsys, index):
+    monkeypatch.setattr(cli.os, "environ", {"NCCL_ASYNC_ERROR_HANDLING": "1"})
+    config = parse_line("--mesh pp=4 --global_batch 2 --emulate 4 --distributed.coordinator a:1 --distributed.num_processes 2 "
+                        f"--distributed.process_id {index}")
+    assert cli.start(config).count == 4
+    lines = capsys.readouterr().err.splitlines()
+    expected = ["warning: 2 microbatches are fewer", "warning: NCCL_ASYNC_ERROR_HANDLING", "emulating 4 devices on the CPU"]
+    assert len(lines) == (len(expected) if index == 0 else 0)
+    assert all(line.startswith(start) for line, start in zip(lines, expected, strict=False))
+
+
 BAD_RUN = """
 import sys
 from jaxmeg import cli

@@ -29,8 +29,8 @@ def test_named_files_exist(page):
 
 def test_the_cases_that_are_answered_for_are_all_there():
     text = (ROOT / "docs" / "cases.md").read_text()
-    wanted = [1, 3, 4, 5, 7, 8, 9, *range(10, 17), 17, 19, 20, 21, 22, 24, 25, 26, 28, 29, 30, 32, 33, 34, 35, 37, 38, 40, 42, 43, 44, 45, 46,
-              47, *range(50, 57), 81, 84, 85, 86, *range(87, 97)]
+    wanted = [1, 3, 4, 5, 7, 8, 9, *range(10, 17), 17, 19, 20, 21, 22, 24, 25, 26, 28, 29, 30, 32, 33, 34, 35, 37, 38, 40, 42, 43, 44, 45,
+              46, 47, *range(50, 57), 81, 84, 85, 86, *range(87, 97)]
     for number in wanted:
         [row] = re.findall(rf"^\| P{number:02} \|.*$", text, re.MULTILINE)
         assert "::" in row or "not yet:" in row, row

@@ -1,14 +1,35 @@
-"""Settings that point to what failed (P89), and the stop of all processes at one step."""
+"""Settings that point to what failed (P89), the stop of all processes at one step, and what only one of them says."""
 
+import importlib.util
 import random
 import signal
 import threading
+from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
-from jaxmeg.processes import variables
+import jaxmeg.train
+from jaxmeg import report
+from jaxmeg.checkpoint.manifest import CheckpointError
+from jaxmeg.checkpoint.restore import RestoreError
+from jaxmeg.checkpoint.save import SaveError
+from jaxmeg.cli import ConfigError
+from jaxmeg.config import Config, MeshConfig
+from jaxmeg.data.store import DataError
+from jaxmeg.journal import RunError
+from jaxmeg.models.own import OwnModuleError
+from jaxmeg.processes import connect, variables
+from jaxmeg.processes.agree import ProcessError
 from jaxmeg.processes.stop import StopSignal
 from jaxmeg.processes.variables import VARIABLES, axes_of, collective_of, defaults, explain, problems, warnings
+from jaxmeg.record.log import LogError
+from jaxmeg.setup import make_setup
+from jaxmeg.train import Stopped
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class MemoryStore:
@@ -62,6 +83,74 @@ def test_one_process_stops_at_once():
         assert not stop.requested(1)
         signal.raise_signal(signal.SIGTERM)
         assert stop.requested(1) and stop.name == "SIGTERM"
+
+
+@pytest.mark.parametrize(("store", "when"), [(None, "after this step"), (MemoryStore(), "within three steps")])
+def test_when_it_stops_is_said(capfd, store, when):
+    with StopSignal(store):
+        signal.raise_signal(signal.SIGTERM)
+    assert capfd.readouterr().err == f"\nSIGTERM: the run saves and stops {when}; once more stops it at once\n"
+
+
+# ------------------------------------------------------------------------------------------------ what is said, and by whom
+
+@pytest.mark.parametrize("length", [7, 4096, 4097, 20_000])
+def test_a_text_of_any_length_reaches_all(monkeypatch, length):
+    """Each broadcast has arrays of one shape on all processes, or it hangs."""
+    text, sent = "\u00e4" + "x" * (length - 2), []
+
+    def source(array):
+        sent.append(np.asarray(array))
+        return array
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", source)
+    assert connect.from_first_process(text) == text
+
+    def other(array):
+        received = sent.pop(0)
+        assert np.asarray(array).shape == received.shape and np.asarray(array).dtype == received.dtype
+        return received
+
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", other)
+    assert connect.from_first_process("=a folder of its own") == text and not sent
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("train_script", ROOT / "scripts" / "train.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(("error", "code", "who"), [
+    (ConfigError(["no"]), 2, "each"), (DataError("no"), 2, "each"), (OwnModuleError("no"), 2, "each"), (RestoreError("no"), 2, "each"),
+    (CheckpointError("no"), 2, "each"), (SaveError("no"), 1, "each"), (LogError("no"), 1, "each"), (ProcessError("no"), 1, "each"),
+    (RunError("no"), 1, "first"), (Stopped("SIGTERM", 3, 9, Path("runs/demo")), 128 + 15, "first"),
+], ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "")
+def test_exit_codes(script, monkeypatch, capsys, error, code, who, index):
+    """2 for what is refused at the start, 1 for what fails later; what all know is said by process 0."""
+    def run(config: Config) -> None:
+        raise error
+
+    monkeypatch.setattr(jaxmeg.train, "run", run)
+    monkeypatch.setattr(jax, "process_index", lambda: index)
+    try:
+        got = script.train(Config())
+    except SystemExit as end:
+        got = end.code
+    line = f"{error}\n" if isinstance(error, Stopped) else f"error: {error}\n"
+    assert (got, capsys.readouterr().err) == (code, line if who == "each" or index == 0 else "")
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_the_layout_is_shown_by_one_process(monkeypatch, capsys, quiet):
+    monkeypatch.setattr(report.console, "quiet", quiet)
+    report.print_layout(make_setup(Config(mesh=MeshConfig(dp=1)), jax.devices()[:1]))
+    assert ("embed.tokens" in capsys.readouterr().out) is not quiet
 
 
 # ------------------------------------------------------------------------------------------------ variables

@@ -199,7 +199,7 @@ def test_records_are_lines_and_events(tmp_path):
         "validation/loss": {2: 4.5}, "validation/tokens": {2: 320.0}}
 
 
-def test_resume_drops_what_came_after_the_checkpoint(tmp_path):
+def test_resume_puts_aside_what_came_after_the_checkpoint(tmp_path):
     with Log(tmp_path) as log:
         for step in (1, 2, 3, 4, 5):
             log.write({"step": step, "loss": float(step)})
@@ -212,7 +212,8 @@ def test_resume_drops_what_came_after_the_checkpoint(tmp_path):
     assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
     series = events(tmp_path / "tensorboard")
     assert series["train/loss"] == {1: 1.0, 2: 2.0, 3: 3.0, 4: 40.0} and series["validation/loss"] == {}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "tensorboard"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.1.jsonl", "metrics.jsonl", "tensorboard"]
+    assert [json.loads(line).get("step") for line in (tmp_path / "metrics.1.jsonl").read_text().splitlines()[:-1]] == [4, 5, 5]
 
 
 def test_resume_into_a_folder_without_a_series_starts_one(tmp_path):

@@ -13,8 +13,9 @@ import pytest
 from test_train import ROOT, user_environment
 
 from jaxmeg.config import Config, DistributedConfig, MeshConfig
-from jaxmeg.devices import plan_devices, share_of
+from jaxmeg.devices import Devices, plan_devices, share_of
 from jaxmeg.processes import find, roll_call
+from jaxmeg.processes.connect import taken
 from jaxmeg.processes.find import Processes, find_processes, tasks_per_node
 from jaxmeg.processes.roll_call import Member, StartError, call, resolve, split_address
 
@@ -95,6 +96,13 @@ def test_accelerators_that_do_not_divide_are_refused():
     assert share_of(processes, 2, {}).problem is not None
 
 
+@pytest.mark.parametrize("asked", ["a,b", "0,b", "0,8", "-1", "2,2", "0,"])
+def test_local_device_ids_that_are_none_are_refused(asked):
+    environ = open_mpi(2, 4, 2, 4) | {"JAX_LOCAL_DEVICE_IDS": asked}
+    assert share_of(find_processes(DistributedConfig(), environ), 8, environ).problem == (
+        f"JAX_LOCAL_DEVICE_IDS={asked} is not a list of accelerators, each from 0 to 7 and named once: give for example 0,1, or unset it")
+
+
 def test_devices_of_the_run_are_those_of_all_processes(tmp_path, monkeypatch):
     (tmp_path / "dev").mkdir()
     for number in range(8):
@@ -104,6 +112,18 @@ def test_devices_of_the_run_are_those_of_all_processes(tmp_path, monkeypatch):
         processes = find_processes(DistributedConfig(), environ)
         assert plan_devices(Config(), environ, tmp_path, processes).count == count
     assert plan_devices(Config(), {}, tmp_path).count == 8
+
+
+def test_local_device_ids_say_nothing_to_one_process(tmp_path, monkeypatch):
+    """jax reads them when several processes find each other."""
+    (tmp_path / "dev").mkdir()
+    for number in range(2):
+        (tmp_path / "dev" / f"nvidia{number}").touch()
+    monkeypatch.setattr("jaxmeg.devices.jax_lacks", lambda found: None)
+    devices = plan_devices(Config(), {"JAX_LOCAL_DEVICE_IDS": "1"}, tmp_path)
+    assert (devices.count, devices.local, devices.message) == (
+        2, None, "warning: JAX_LOCAL_DEVICE_IDS=1 has no effect with one process: to use only some of the 2 accelerators set "
+                 "CUDA_VISIBLE_DEVICES")
 
 
 def test_emulated_devices_go_evenly_over_processes(tmp_path):
@@ -196,6 +216,21 @@ def test_two_that_would_use_the_same_accelerators():
     assert "would use the same accelerators" in (roll_call.mismatch([first], second) or "")
     for other in (member(1, devices="0,1"), member(1, devices="all", host="b"), member(1)):
         assert roll_call.mismatch([first], other) is None
+
+
+@pytest.mark.parametrize(("environs", "refused"), [
+    ([slurm(index, 2, "2", index) for index in range(2)], False),  # --gpus-per-task=1: each finds its own under the number 0
+    ([slurm(0, 2, "2", 0) | {"JAX_LOCAL_DEVICE_IDS": "0"}, slurm(1, 2, "2", 1) | {"JAX_LOCAL_DEVICE_IDS": "0"}], True),
+    ([{}, {}], True),  # nobody has placed them
+])
+def test_who_is_asked_whether_accelerators_are_its_own(environs, refused):
+    members = []
+    for index, environ in enumerate(environs):
+        processes = find_processes(DistributedConfig(num_processes=2, process_id=index), environ)
+        share = share_of(processes, 1, environ)
+        devices = Devices(count=2, emulated=False, message=None, local=share.ids)
+        members.append(member(index, 2, devices=taken(processes, devices, environ | {"CUDA_VISIBLE_DEVICES": "0"})))
+    assert (roll_call.mismatch(members[:1], members[1]) is not None) is refused
 
 
 def test_what_is_no_process_is_not_counted(port):

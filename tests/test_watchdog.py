@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -18,7 +19,7 @@ from test_train import ROOT, user_environment
 
 from jaxmeg import _compat
 from jaxmeg.config import GuardConfig
-from jaxmeg.processes import verdict, watchdog
+from jaxmeg.processes import leave, verdict, watchdog
 from jaxmeg.processes.verdict import Beat, behind
 from jaxmeg.processes.watchdog import STUCK, Watchdog
 
@@ -213,6 +214,125 @@ def test_the_coordinator_is_gone(capfd, monkeypatch):
     assert group.codes == {}  # one more try
     group.pass_time(5, 1)
     assert group.codes == {1: STUCK} and ", the coordinator, is gone; when last heard it runs step 4" in capfd.readouterr().err
+
+
+@pytest.fixture
+def frozen(monkeypatch):
+    """A function that stops process 0, as SIGSTOP does: what is sent to it is taken, and gets no answer. The function that it returns
+    lets it go on."""
+    wake = threading.Event()
+
+    def freeze(store: MemoryStore):
+        def hang(*_: object) -> None:
+            wake.wait()
+            raise RuntimeError("UNAVAILABLE: nobody waits for this any more")
+
+        with monkeypatch.context() as patch:
+            for name in ("put", "put_first", "read"):
+                patch.setattr(store, name, hang)
+            patch.setattr(watchdog, "in_time", lambda ask, seconds: leave.in_time(ask, 0.01))
+            yield
+
+    yield freeze
+    wake.set()
+
+
+def test_the_coordinator_is_stopped(capfd, frozen):
+    group = Group(3)
+    group.at("step", 4)
+    group.pass_time(5)
+    for _ in frozen(group.store):
+        group.pass_time(60, 1, 2)
+        assert group.codes == {}
+        group.pass_time(5, 1, 2)
+    assert group.codes == {1: STUCK, 2: STUCK}
+    said = capfd.readouterr().err
+    assert said.count(f"error: process 0 ({socket.gethostname()}, pid {os.getpid()}), the coordinator, does not answer for 65 s "
+                      "(guard.silent_seconds=60); when last heard it runs step 4: see its own output, and its host") == 2
+
+
+def test_a_coordinator_that_goes_on_in_time_is_not_blamed_and_blames_nobody(frozen):
+    group = Group(3)
+    group.at("step", 4)
+    group.pass_time(5)
+    for _ in frozen(group.store):
+        group.pass_time(55, 1, 2)
+    for step in range(5, 9):
+        group.pass_time(15, 2, 1, 0)
+        group.at("step", step)
+    assert group.codes == {}
+
+
+def test_leaving_does_not_wait_for_a_coordinator_that_is_stopped(monkeypatch):
+    """Nor where the whole of `leave` is what hangs: the watchdog's thread is in it."""
+    wake, codes = threading.Event(), []
+
+    class Client:
+        def key_value_set(self, key: str, text: str, allow_overwrite: bool = False) -> None:
+            wake.wait()
+
+    monkeypatch.setattr(_compat, "coordination", lambda: (Client(), 1, 2))
+    monkeypatch.setattr(leave, "WAIT", 0.01)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    leave.leave(STUCK)
+    wake.set()
+    assert codes == [STUCK]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_run_that_was_stopped_goes_on(count):
+    """Ctrl-Z and fg, or a job that is suspended, for longer than every limit."""
+    group = Group(count)
+    group.at("step", 5)
+    group.pass_time(15)
+    group.clock.now += 1000
+    group.pass_time(20)
+    assert group.codes == {}
+    group.pass_time(15)
+    assert set(group.codes) == set(range(count))  # and it is watched as before
+
+
+def test_a_run_that_was_stopped_in_the_middle_of_a_look(monkeypatch):
+    group = Group(2)
+    group.at("step", 5)
+    group.pass_time(10)
+    read = group.store.read
+
+    def slow(folder: str) -> dict[str, str]:
+        if group.clock.now < 1000:
+            group.clock.now += 1000
+        return read(folder)
+
+    monkeypatch.setattr(group.store, "read", slow)
+    group.pass_time(15)
+    assert group.codes == {}
+
+
+def test_an_abort_after_the_run_is_not_the_coordinators(monkeypatch):
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    dog = Group(2).dogs[1]
+    monkeypatch.setattr(dog, "_answers", lambda: False)
+    dog._aborting()
+    assert codes == [STUCK]
+    dog._thread.start()
+    dog.__exit__(None, None, None)
+    dog._aborting()
+    assert codes == [STUCK]
+
+
+def test_nobody_waits_for_the_stack_of_a_process_that_has_left(monkeypatch):
+    """Process 0 is gone by the time that somebody has waited for it."""
+    wanted = []
+    monkeypatch.setattr(Watchdog, "_gather", lambda dog, store, indices: wanted.append(indices) or {})
+    for reason in ("row 17 is not a number", ""):  # it failed; or it has ended well, and the others go on
+        group = Group(3)
+        group.at("step", 3)
+        group.pass_time(5)
+        group.store.put("left/0", reason)
+        group.pass_time(30, 1, 2)
+        assert group.codes == {1: STUCK, 2: STUCK}
+    assert wanted == [{"1", "2"}] * 2
 
 
 def test_jax_says_who_is_dead():

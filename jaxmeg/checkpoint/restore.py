@@ -7,6 +7,7 @@ checksums of the manifest before one is used. Nothing is needed of the layout th
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -145,4 +146,6 @@ def _some(found: list[str]) -> str:
 
 
 def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {shown((str(error).splitlines() or [''])[0].partition('. See full TensorStore details')[0])}"
+    text = (str(error).splitlines() or [""])[0].partition(". See full TensorStore details")[0]
+    files = re.findall(r'local file "([^"]*[^/"])"', text)  # tensorstore names the file far into a long line
+    return f"{type(error).__name__}: {f'{Path(files[-1]).name}: ' if files else ''}{shown(text)}"

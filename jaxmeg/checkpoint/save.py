@@ -44,7 +44,7 @@ from jaxmeg.checkpoint.manifest import (
     steps_to_keep,
 )
 from jaxmeg.config import CheckpointConfig
-from jaxmeg.processes.agree import any_process, together
+from jaxmeg.processes.agree import any_process, together, wait_for_all
 from jaxmeg.setup import Setup
 from jaxmeg.state import TrainState
 
@@ -104,7 +104,7 @@ class Checkpoints:
         self._to_canonical = to_canonical(self._leaves)
         self._num_bytes = sum(leaf.num_bytes for leaf in self._leaves.values())
         self._prepare(first)
-        self._newest = self.latest  # the last step that was saved or tried
+        self._newest = first  # the last step that was saved or tried
         self._thread: threading.Thread | None = None
         self._failure: SaveError | None = None  # not reported yet
         self._last_failure: SaveError | None = None  # of the newest save, reported or not
@@ -143,7 +143,7 @@ class Checkpoints:
         together("save")
         self._newest, self._last_failure = step, None
         try:
-            if any_process(jax.process_index() == 0 and _free_bytes(self._folder) < self._num_bytes):
+            if any_process(jax.process_index() == 0 and self._lacks_room()):
                 raise OSError(errno.ENOSPC, "")
             stored = self._to_canonical(flatten(state))
             manifest = self._manifest(state, stored, step, rows, validation_loss)
@@ -181,7 +181,13 @@ class Checkpoints:
         if failure and self._config.on_failure == "stop":
             raise failure
         if failure:
-            _warn(str(failure))
+            print(f"warning: {failure}", file=sys.stderr, flush=True)  # of this process: the others' may have succeeded
+
+    def _lacks_room(self) -> bool:
+        try:
+            return _free_bytes(self._folder) < self._num_bytes
+        except OSError:
+            return False  # the writer meets it too, on all processes
 
     def _manifest(self, state: TrainState, stored: Leaves, step: int, rows: int, validation_loss: float | None) -> Manifest:
         setup, resolved = self._setup, self._setup.resolved
@@ -234,12 +240,14 @@ class Checkpoints:
             self._folder.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
                 self._tidy()
-                self._put_aside(first)
+                if first is not None:
+                    self._put_aside(first)
             probe = self._folder / f".probe-{jax.process_index()}"
             probe.write_bytes(bytes(4096))
             probe.unlink()
         except OSError as error:
-            problem = f"{self._folder} cannot be written ({error.strerror}): see that it can, or give another train.out"
+            problem = f"{self._folder} cannot be written ({error.strerror}): see that it can"
+        wait_for_all("the checkpoints")
         if any_process(problem is not None):
             raise SaveError(problem or f"{self._folder} cannot be written by another process: see what it says")
         if jax.process_index() == 0:
@@ -253,12 +261,12 @@ class Checkpoints:
             else:
                 _warn(f"{path} is not a complete checkpoint: it is not read, and replaced when step {path.name} is saved")
 
-    def _put_aside(self, first: int | None) -> None:
-        for step in complete_steps(self._run) if first is not None else ():
-            if step > (first or 0):
-                aside = next(path for number in range(1, sys.maxsize) if not (path := self._folder / f"aside-{step}-{number}").exists())
-                step_folder(self._run, step).rename(aside)
-                _warn(f"the checkpoint of step {step} is newer than the one the run goes on from: moved to {aside}")
+    def _put_aside(self, first: int) -> None:
+        for step in (step for step in complete_steps(self._run) if step > first):
+            aside = next(path for number in range(1, sys.maxsize) if not (path := self._folder / f"aside-{step}-{number}").exists())
+            step_folder(self._run, step).rename(aside)
+            _warn(f"the checkpoint of step {step} is newer than the one the run goes on from: moved to {aside}, which nothing removes; "
+                  f"named {step} again it can be read")
 
     def _check_space(self) -> None:
         config, have = self._config, complete_steps(self._run)

@@ -10,7 +10,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import jax
@@ -23,6 +23,7 @@ from jaxmeg.devices import Devices
 from jaxmeg.processes.find import Processes, find_processes
 from jaxmeg.processes.roll_call import StartError, call, resolve, split_address, this_member
 
+ROOM = 4096  # bytes of a text that go from process to process at once
 SPARE = 30  # seconds that jax's own start may take after the roll call, at least
 
 
@@ -42,8 +43,7 @@ def connect(config: DistributedConfig, devices: Devices, silent_seconds: int = 6
         host, port = split_address(address)
         resolve(host, port, processes.several_hosts)
         versions = f"Python {platform.python_version()}, jax {jax.__version__}"
-        visible = f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'all')} {devices.local or ''}"
-        call(this_member(processes, versions, "" if devices.emulated else visible), host, port, config.timeout)
+        call(this_member(processes, versions, taken(processes, devices, os.environ)), host, port, config.timeout)
         left = int(max(config.timeout - (time.monotonic() - started), SPARE))
         with _deadline(left, f"jax's coordination at {address} did not start within {left} s, though all {processes.count} processes are "
                        "there: see that nothing but this run uses the port, or give another"):
@@ -64,14 +64,22 @@ def describe(processes: Processes, devices: Devices, address: str, origin: str) 
             f"            {local} local device{'' if local == 1 else 's'} ({devices.origin}{which})"]
 
 
+def taken(processes: Processes, devices: Devices, environ: Mapping[str, str]) -> str:
+    """`Member.devices` of this process. Nothing where they are emulated, or where a launcher gave each process its own: behind the
+    cgroups of SLURM each finds its GPU under the number 0."""
+    if devices.emulated or (devices.local is None and processes.rank_on_host is not None):
+        return ""
+    return f"{environ.get('CUDA_VISIBLE_DEVICES', 'all')} {devices.local or ''}"
+
+
 def from_first_process(text: str) -> str:
     """The text that process 0 passes, on every process."""
     if jax.process_count() == 1:
         return text
-    room = np.zeros(4096, np.uint8)
-    data = np.frombuffer(text.encode(), np.uint8)
-    room[: len(data)] = data
-    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(room))).rstrip(b"\0").decode()
+    data = text.encode()
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(-(-len(data) // ROOM)))) * ROOM
+    filled = np.frombuffer(data[:size].ljust(size, b"\0"), np.uint8)  # of one size on all
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(filled))).rstrip(b"\0").decode()
 
 
 def _coordinator(config: DistributedConfig, processes: Processes) -> tuple[str, str]:

@@ -8,15 +8,18 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxmeg import _compat
 from jaxmeg.processes.store import CoordinationStore
 
+T = TypeVar("T")
+WAIT = 3.0  # seconds for an answer of the file system or the store, at the end
 _kept: list[Any] = []  # handlers that C may call as long as the process lives
-LINGER = 15.0  # seconds that process 0, which holds the store, stays for the others to read it
+LINGER = 20.0  # seconds that process 0, which holds the store, stays for the others to read it
 
 
 def leave(code: int, without: Collection[int] = ()) -> int:
@@ -31,13 +34,34 @@ def leave(code: int, without: Collection[int] = ()) -> int:
     sys.stderr.flush()
     store = CoordinationStore(client, "jaxmeg")
     try:
-        store.put(f"gone/{index}", "")
+        in_time(lambda: store.put(f"gone/{index}", ""), WAIT)
         until = time.monotonic() + LINGER
         while index == 0 and len({*store.read("gone"), *map(str, without)}) < count and time.monotonic() < until:
             time.sleep(0.1)
-    except RuntimeError:
-        pass  # the coordinator has left before
+    except (RuntimeError, TimeoutError):
+        pass  # the coordinator has left before, or is frozen
     os._exit(code)
+
+
+def in_time(ask: Callable[[], T], seconds: float) -> T:
+    """What `ask` returns or raises; TimeoutError where it takes longer, as file systems and a frozen coordinator do. Its thread stays."""
+    answers: list[T] = []
+    errors: list[Exception] = []
+
+    def answer() -> None:
+        try:
+            answers.append(ask())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return answers[0]
 
 
 def before_abort(act: Callable[[], None]) -> None:

@@ -38,7 +38,7 @@ class Member:
     versions: str
     """Of Python and jax; all processes need the same."""
     devices: str
-    """CUDA_VISIBLE_DEVICES and the numbers of the accelerators it takes; empty where they are emulated."""
+    """CUDA_VISIBLE_DEVICES and the numbers of the accelerators it takes; empty where no two can be the same (`connect.taken`)."""
 
     def __str__(self) -> str:
         return f"process {self.index} ({self.host}, pid {self.pid})"

@@ -48,7 +48,8 @@ class StopSignal:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._uninstall()
         self._received, self.name = True, signal.Signals(number).name
-        line = f"\n{self.name}: the run saves and stops after this step; once more stops it at once\n"
+        when = "within three steps" if self._store else "after this step"
+        line = f"\n{self.name}: the run saves and stops {when}; once more stops it at once\n"
         os.write(2, line.encode())  # print could be what this signal has interrupted
 
     def _uninstall(self) -> None:

@@ -108,6 +108,13 @@ def no_store(error: str, last: Mapping[int, Beat]) -> str:
     return f"{who} is gone{f'; when last heard it {beat.does}' if beat else ''}: see its own output, and its host"
 
 
+def silent_store(beat: Beat | None, seconds: float, limit: float) -> str:
+    """The line where process 0, which is at `beat` when last heard, holds the store and does not answer."""
+    who, at = (beat.who, f"; when last heard it {beat.does}") if beat else ("process 0", "")
+    return (f"{who}, the coordinator, does not answer for {seconds:.0f} s (guard.silent_seconds={limit:g}){at}: see its own output, and "
+            "its host")
+
+
 def ended(beat: Beat, reason: str) -> str:
     how = f"with an error: {reason}" if reason else "its run while others go on"
     return f"{beat.who} has ended {how} (when last heard it {beat.does})"

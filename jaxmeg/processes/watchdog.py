@@ -2,8 +2,9 @@
 
 Each process has one thread that looks every few seconds: it leaves where this process is in the store of `store`, reads where the
 others are, and ends the process with code STUCK where one place takes longer than guard.step_seconds, or where a process is silent for
-guard.silent_seconds. Compiling, of any process, stops the clock. With one process there is no store, and the same limit. What is said is
-in `verdict`.
+guard.silent_seconds; of process 0, which holds the store, that is for how long the store gives no answer. Compiling, of any process,
+stops the clock, and so does a stop of this process itself (SIGSTOP, Ctrl-Z, a suspended job). With one process there is no store, and the
+same limit. What is said is in `verdict`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import jax
 from jaxmeg._compat import stage_of
 from jaxmeg.config import GuardConfig
 from jaxmeg.processes import verdict
-from jaxmeg.processes.leave import before_abort, leave
+from jaxmeg.processes.leave import WAIT, before_abort, in_time, leave
 from jaxmeg.processes.store import Store, open_store
 from jaxmeg.processes.variables import explain
 from jaxmeg.processes.verdict import Beat, beat_of
@@ -32,7 +33,7 @@ STUCK = 75
 """Exit code of a run that was ended for standing still or for a process that is gone (EX_TEMPFAIL: the same may work when tried again)."""
 PERIOD = 5.0  # seconds between looks, at most
 PATIENCE = 10.0  # seconds for stacks to arrive
-WAIT = 3.0  # seconds for an answer of the file system or the store, at the end
+GAP = 3  # periods between two looks that only a process that was stopped has
 NO_CHECKPOINT = (None, None)
 
 
@@ -51,18 +52,19 @@ class Watchdog:
         """(newest complete step, run folder), asked when the run is ended."""
         self._thread_id = threading.get_ident()
         self._where = (0, "start", 0, clock())
-        self._resumed = clock()  # when somebody last compiled
+        self._resumed = clock()  # when somebody last compiled, or this process went on
+        self._looked = self._answered = clock()  # when the last look ended, and when the last one began that had an answer of the store
         self._count = 0
         self._news: dict[int, tuple[int, float]] = {}  # process -> its last count, and when that came
         self._left: dict[int, float] = {}  # process -> when its notice was first seen
         self._last: dict[int, Beat] = {}
-        self._unreachable = 0  # looks in a row without an answer of the store
+        self._unreachable = 0  # looks in a row that the store refused
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
         if self.store:
-            with suppress(RuntimeError):  # the thread will say it
+            with suppress(RuntimeError, TimeoutError):  # the thread will say it
                 self._exchange(self.clock())  # from here on the others know of this process
             before_abort(self._aborting)
         self._thread.start()
@@ -76,9 +78,9 @@ class Watchdog:
         self._closed.set()
         self._thread.join(PATIENCE)
         if self.store:
-            lines = str(error).splitlines() or [kind.__name__] if kind else [""]
-            with suppress(RuntimeError):  # the coordinator has ended before: nobody is there to be told
-                self.store.put(f"left/{self.index}", lines[0])
+            store, lines = self.store, str(error).splitlines() or [kind.__name__] if kind else [""]
+            with suppress(RuntimeError, TimeoutError):  # the coordinator has ended before: nobody is there to be told
+                in_time(lambda: store.put(f"left/{self.index}", lines[0]), WAIT)
 
     def at(self, phase: str, step: int = 0) -> None:
         """The run enters a phase, one of `verdict.DOES`, of a step. Costs nothing."""
@@ -87,13 +89,20 @@ class Watchdog:
     def look(self) -> bool:
         """One look around: ends the process where it has to, and returns whether it had."""
         now = self.clock()
+        if now - self._looked > GAP * self.period:
+            self._go_on(now)
+        found = None
         try:
-            mine, others = self._exchange(now)
-            found = self._judge(mine, others, now)
+            mine, others, texts = self._exchange(now)
             self._unreachable = 0
+            found = self._judge(mine, others, texts, now)
         except RuntimeError as error:  # the store is the coordinator's
             self._unreachable += 1
             found = (verdict.no_store(str(error), self._last), []) if self._unreachable > 1 else None
+        except TimeoutError:  # a coordinator that is stopped takes what is sent, and does not answer
+            if now - self._answered > self.guard.silent_seconds:
+                found = verdict.silent_store(self._last.get(0), now - self._answered, self.guard.silent_seconds), []
+        self._looked = min(self.clock(), now + 2 * self.period)  # what the store may take, and no stop in the meantime
         return found is not None and self._finish(*found)
 
     # ---------------------------------------------------------------- looking
@@ -102,32 +111,39 @@ class Watchdog:
             if self.look():
                 return
 
-    def _exchange(self, now: float) -> tuple[Beat, list[Beat]]:
+    def _go_on(self, now: float) -> None:
+        """After a time in which this process, or process 0, was stopped: nobody is blamed for it."""
+        self._resumed = self._answered = now
+        self._news = {index: (count, now) for index, (count, _) in self._news.items()}
+
+    def _exchange(self, now: float) -> tuple[Beat, list[Beat], dict[str, dict[str, str]]]:
+        """(where this process is, the others, what was read). Raises RuntimeError or TimeoutError without the coordinator."""
         place, phase, step, since = self._where
-        stage = stage_of(self._frame())
-        others = []
-        if self.store:
-            texts = self.store.read("beat")
-            others = [beat_of(text) for index, text in texts.items() if int(index) != self.index]
+        store, stage = self.store, stage_of(self._frame())
+        texts = in_time(lambda: {folder: store.read(folder) for folder in ("beat", "end", "left")}, self.period) if store else {}
+        if now - self._answered > GAP * self.period:  # nobody could be heard
+            self._go_on(now)
+        self._answered = now
+        others = [beat_of(text) for index, text in texts.get("beat", {}).items() if int(index) != self.index]
         if stage == "compiling" or any(beat.stage == "compiling" for beat in others):
             self._resumed = now
         self._count += 1
         mine = Beat(index=self.index, host=socket.gethostname(), pid=os.getpid(), place=place, phase=phase, step=step,
                     seconds=now - max(since, self._resumed), stage=stage, count=self._count)
-        if self.store:
-            self.store.put(f"beat/{self.index}", mine.to_json())
+        if store:
+            in_time(lambda: store.put(f"beat/{self.index}", mine.to_json()), self.period)
         self._last |= {beat.index: beat for beat in others}
-        return mine, others
+        return mine, others, texts
 
-    def _judge(self, mine: Beat, others: list[Beat], now: float) -> tuple[str, list[int]] | None:
+    def _judge(self, mine: Beat, others: list[Beat], texts: dict[str, dict[str, str]], now: float) -> tuple[str, list[int]] | None:
         """(what to say, whose stacks to show), or None while all is well."""
         guard = self.guard
         if self.store is None:
             return verdict.stuck(mine, [], guard.step_seconds) if verdict.is_overdue(mine, [], guard.step_seconds) else None
-        if "all" in (told := self.store.read("end")):
-            line, *indices = told["all"].split("\n")
+        if "all" in texts["end"]:
+            line, *indices = texts["end"]["all"].split("\n")
             return line, [int(index) for index in indices]
-        left = {int(index): reason for index, reason in self.store.read("left").items()}
+        left = {int(index): reason for index, reason in texts["left"].items()}
         for beat in others:
             count, since = self._news.get(beat.index, (0, now))
             self._news[beat.index] = (beat.count, now if beat.count != count else since)
@@ -149,13 +165,16 @@ class Watchdog:
     def _finish(self, line: str, indices: list[int]) -> bool:
         """Say it and leave. The first verdict of any process holds for all; process 0 shows all stacks, and leaves last."""
         texts = {str(self.index): self._stacks()}
-        if self.store:
+        if store := self.store:
             try:
-                line, *told = self.store.put_first("end/all", "\n".join([line, *map(str, indices)])).split("\n")
+                mine = "\n".join([line, *map(str, indices)])
+                line, *told = in_time(lambda: store.put_first("end/all", mine), WAIT).split("\n")
                 indices = [int(index) for index in told]
-                self.store.put(f"stack/{self.index}", texts[str(self.index)])
-                texts = self._gather("stack", {str(index) for index in {self.index, *self._last} - self._gone()})
-            except RuntimeError:
+                in_time(lambda: store.put(f"stack/{self.index}", texts[str(self.index)]), WAIT)
+                if indices:
+                    there = {self.index, *self._last} - self._gone() - self._left.keys()
+                    texts = self._gather(store, {str(index) for index in there})
+            except (RuntimeError, TimeoutError):
                 pass  # without the coordinator each process says what it knows
         shown = sorted(map(int, texts)) if self.index == 0 else indices
         self._say(line, verdict.stacks(texts, shown) if indices else "")
@@ -164,7 +183,7 @@ class Watchdog:
 
     def _aborting(self) -> None:
         """jax aborts this process. If that is because its coordinator is gone, the store does not answer any more."""
-        if not self._answers():
+        if not self._closed.is_set() and not self._answers():
             self._say(verdict.no_store("", self._last), "")
             os._exit(STUCK)
 
@@ -191,11 +210,10 @@ class Watchdog:
         """Processes that have not been heard for two periods."""
         return {index for index, (_, when) in self._news.items() if self.clock() - when > PATIENCE + 2 * self.period}
 
-    def _gather(self, folder: str, wanted: set[str]) -> dict[str, str]:
-        """The texts of a folder, once all of `wanted` are there or patience is at its end."""
-        assert self.store
+    def _gather(self, store: Store, wanted: set[str]) -> dict[str, str]:
+        """The stacks that are there, once all of `wanted` are or patience is at its end."""
         for _ in range(int(PATIENCE / 0.2)):
-            if wanted <= (texts := self.store.read(folder)).keys():
+            if wanted <= (texts := in_time(lambda: store.read("stack"), WAIT)).keys():
                 return texts
             self._closed.wait(0.2)
         return texts
@@ -213,13 +231,7 @@ def _from_outside(error: BaseException) -> bool:
 
 def _patiently(ask: Callable[[], str], otherwise: str) -> str:
     """What `ask` says, or `otherwise` where it fails or hangs, as file systems and networks do."""
-    answers = [otherwise]
-
-    def answer() -> None:
-        with suppress(Exception):
-            answers.append(ask())
-
-    thread = threading.Thread(target=answer, daemon=True)
-    thread.start()
-    thread.join(WAIT)
-    return answers[-1]
+    try:
+        return in_time(ask, WAIT)
+    except Exception:
+        return otherwise

@@ -83,7 +83,11 @@ def unwritable(folder: Path) -> str | None:
 
 def cannot_write(folder: Path, error: OSError) -> str:
     """The line for a folder that can't be made or written."""
-    return f"train.out={folder} cannot be written ({error.filename or folder}: {error.strerror}): give another --out"
+    where = "" if str(error.filename or folder) == str(folder) else f"{error.filename}: "
+    if (folder / CONFIG).exists():
+        return (f"the run in {folder} cannot be written ({where}{error.strerror}): see that it can, or start a new one with "
+                f"--init_from {folder}")
+    return f"train.out={folder} cannot be written ({where}{error.strerror}): give another --out"
 
 
 def _files(setup: Setup) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -47,8 +48,8 @@ class LogError(RuntimeError):
 class Log:
     """Writes records; a context manager. With `enabled` false (all processes but one) it writes nothing.
 
-    resume_step: updates that the resumed checkpoint holds. Later lines of metrics.jsonl are dropped, and TensorBoard is
-    told to hide its later events. None starts afresh.
+    resume_step: updates that the resumed checkpoint holds. Later lines of metrics.jsonl go to metrics.1.jsonl (or .2, ...), and
+    TensorBoard is told to hide its later events. None starts afresh. Raises LogError where nothing can be written.
     """
 
     def __init__(self, folder: Path, *, tensorboard: bool = True, resume_step: int | None = None, enabled: bool = True):
@@ -56,9 +57,12 @@ class Log:
         if not enabled:
             return
         path = folder / METRICS
-        if resume_step is not None and path.exists():
-            keep_until(path, resume_step)
-        self.file = path.open("a" if resume_step is not None else "w", encoding="utf-8")
+        try:
+            if resume_step is not None and path.exists():
+                keep_until(path, resume_step)
+            self.file = path.open("a" if resume_step is not None else "w", encoding="utf-8")
+        except OSError as error:
+            raise LogError(f"{path} cannot be written ({error.strerror}): see that it can, or make room") from error
         if tensorboard:
             first = (resume_step or 0) + 1
             self.board = SummaryWriter(
@@ -68,11 +72,14 @@ class Log:
     def __enter__(self) -> Log:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self.file:
-            self.file.close()
-        if self.board:
-            self.board.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            for end in (self.file, self.board):
+                if end:
+                    end.close()
+        except OSError as error:
+            if kind is None:
+                raise LogError(f"the end of the run's record cannot be written ({error.strerror}): make room") from error
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one record, whose line is on disk when this returns. A float that is not finite is null in the JSON."""
@@ -98,16 +105,20 @@ def _json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def logged_loss(folder: Path, step: int) -> float | None:
-    """The loss that was written down for a step; None where there is none."""
-    losses = [record.get("loss") for record in map(_record, _lines(folder / METRICS)) if record.get("step") == step]
-    return next((loss for loss in losses if isinstance(loss, float)), None)
+def logged_losses(folder: Path, step: int) -> list[float]:
+    """The losses that were written down for updates up to `step`, in order."""
+    losses = [_record(line).get("loss") for line in _lines(folder / METRICS) if _step(line) <= step]
+    return [float(loss) for loss in losses if isinstance(loss, int | float)]
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Drop the lines after update `step`, and what is no record, such as a last line that a crash cut short. The file is replaced in
-    one move."""
-    kept = [line for line in _lines(path) if _step(line) <= step]
+    """Move the lines after update `step`, and what is no record, such as a last line that a crash cut short, to a file of their own.
+    The file is replaced in one move."""
+    lines = [line for line in _lines(path) if line]
+    kept = [line for line in lines if _step(line) <= step]
+    if len(kept) < len(lines):
+        aside = next(file for n in range(1, sys.maxsize) if not (file := path.with_suffix(f".{n}{path.suffix}")).exists())
+        aside.write_text("".join(line + "\n" for line in lines if _step(line) > step), encoding="utf-8")
     fresh = path.with_suffix(".tmp")
     fresh.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     fresh.replace(path)
