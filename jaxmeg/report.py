@@ -69,7 +69,8 @@ def print_setup(setup: Setup) -> None:
         line(f"layout      {where}, remat {config.layout.remat}, compute {setup.compute}, "
              f"attention {setup.model.options.kernel} ({setup.kernel_reason})")
     rows = f"{config.data.global_batch} rows" + ("" if setup.own else f" of {config.data.seq_len} tokens")
-    line(f"batch       {rows} = {r.num_microbatches} microbatches of {r.microbatch} rows on each of {setup.data_ranks} data ranks")
+    microbatches = f"{r.num_microbatches} microbatch{'' if r.num_microbatches == 1 else 'es'}"
+    line(f"batch       {rows} = {microbatches} of {r.microbatch} rows on each of {setup.data_ranks} data ranks")
     if r.schedule:
         replay = simulate(setup.table)
         line(f"pipeline    {r.schedule}, {r.mesh[Axis.PP]} stages x {r.chunks} chunks; bubble {percent(replay.bubble_fraction)} of the "
@@ -176,5 +177,5 @@ def print_summary(result: Result) -> None:
     console.print(f"trained     {setup.model.name if setup.own else config.model.preset} for {len(result.losses)} updates on "
                   f"{format_mesh(setup.layout.sizes)}, ZeRO {config.layout.zero}{schedule}: {result.seconds:.0f} s, {speed} "
                   f"(compile {result.compile_seconds:.0f} s)", soft_wrap=True)
-    loss = "no validation rows" if result.validation is None else f"validation loss {result.validation[0]:.4f}"
+    loss = "not evaluated" if result.validation is None else f"validation loss {result.validation[0]:.4f}"
     console.print(f"result      {loss}; checkpoints, config and metrics in {result.folder}", soft_wrap=True)

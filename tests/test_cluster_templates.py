@@ -164,4 +164,4 @@ def test_the_dockerfile():
     before = {source for name, *words in lines[:install] if name == "COPY" for source in words[:-1]}
     assert before >= {"pyproject.toml", "README.md", "LICENSE", "jaxmeg"}  # what the build of the package reads
     assert names.index("USER") > install and lines[names.index("USER")][1] not in ("root", "0")
-    assert json.loads(" ".join(lines[names.index("CMD")][1:]))[0] in [f"tpu_gpu_setup/{path.name}" for path in SETUP.iterdir()]
+    assert (ROOT / json.loads(" ".join(lines[names.index("CMD")][1:]))[0]).is_file()

@@ -36,9 +36,7 @@ TEXT = [
     ("data.text_key", "body", {"data.train": "a.txt", "data.validation": "b.bin"}),
     ("data.validation_fraction", 0.2, {"data.validation": __file__}),
     ("train.sample_prompt", "Once", {"train.sample_tokens": 0}),
-    ("train.eval_rows", 7, NO_VALIDATION),
-    ("train.eval_every", 7, NO_VALIDATION),
-    ("train.stop_after", 180, {}),
+    ("train.stop_after", 181, {}),
     ("checkpoint.keep_best", 1, SAVED | NO_VALIDATION),
     ("checkpoint.init_from", "a", {"checkpoint.resume": "b"}),
     ("checkpoint.allow_changes", True, {}),
@@ -67,6 +65,9 @@ def test_text_on_the_decoder(key, value, beside):
     {"data.text_key": "body", "data.validation": {"folder": 1.0}},
     {"train.sample_prompt": "Once"},
     {"train.eval_every": 0} | NO_VALIDATION,  # says what is so
+    {"train.stop_after": 180},
+    {"pipeline.chunks": 1},
+    {"data.validation": __file__} | NO_VALIDATION,
     {"train.eval_rows": 7, "data.validation": __file__},
     {"checkpoint.keep_best": 1} | SAVED,
     {"precision.loss_scale_init": 8.0},  # auto may be fp16
@@ -124,7 +125,7 @@ def test_a_value_of_several_lines_is_one_line():
 
 @pytest.mark.parametrize(("values", "key"), [
     (NO_VALIDATION | SAVED | {"checkpoint.keep_best": 1}, "checkpoint.keep_best"),
-    (NO_VALIDATION | {"train.eval_rows": 7}, "train.eval_rows"),
+    (NO_VALIDATION | SAVED | {"checkpoint.keep_best": 1}, "checkpoint.keep_best"),
     ({"data.packing": "concat", "data.long_documents": "drop"}, "data.long_documents"),
     ({"data.packing": "nonsense"}, "data.packing"),
     ({"precision.compute": "fp32", "precision.loss_scale_init": 8.0}, "precision.loss_scale_init"),
@@ -159,6 +160,12 @@ def test_options_that_are_not_read_here_are_warned_of(key, value, here):
     assert list(unread(make({}), **HERE | here)) == []
     if here:
         assert list(unread(make({key: value}), **HERE)) == []
+
+
+@pytest.mark.parametrize(("key", "value"), [("train.eval_rows", 7), ("train.eval_every", 7)])
+def test_evaluation_without_rows_is_warned_of(key, value):
+    [line] = unread(make({key: value} | NO_VALIDATION), **HERE)
+    assert line == f"{key}={value} has no effect with data.validation_fraction=0"
 
 
 def test_what_is_read_here_is_not_warned_of():

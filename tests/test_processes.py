@@ -26,7 +26,7 @@ from jaxmeg.processes.agree import ProcessError
 from jaxmeg.processes.stop import StopSignal
 from jaxmeg.processes.variables import VARIABLES, axes_of, collective_of, defaults, explain, problems, warnings
 from jaxmeg.record.log import LogError
-from jaxmeg.setup import make_setup
+from jaxmeg.setup import build
 from jaxmeg.train import Stopped
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -149,7 +149,7 @@ def test_exit_codes(script, monkeypatch, capsys, error, code, who, index):
 @pytest.mark.parametrize("quiet", [True, False])
 def test_the_layout_is_shown_by_one_process(monkeypatch, capsys, quiet):
     monkeypatch.setattr(report.console, "quiet", quiet)
-    report.print_layout(make_setup(Config(mesh=MeshConfig(dp=1)), jax.devices()[:1]))
+    report.print_layout(build(Config(mesh=MeshConfig(dp=1)), jax.devices()[:1]))
     assert ("embed.tokens" in capsys.readouterr().out) is not quiet
 
 

@@ -83,9 +83,9 @@ class Manifest:
         return values | {DIGEST: _digest(values)}
 
 
-def read_manifest(step_folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
     """Raises CheckpointError for a file that is missing, damaged or of another format."""
-    path = step_folder / ITEM / FILE
+    path = folder / ITEM / FILE
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
@@ -93,15 +93,15 @@ def read_manifest(step_folder: Path) -> Manifest:
                 f"{path} has format {shown(values['format'])}, and this version reads {FORMAT}: use the version that wrote it")
         digest = values.pop(DIGEST, None)
         if digest not in (None, _digest(values)):
-            raise CheckpointError(f"{path} is damaged (it does not have its checksum): give another step")
+            raise CheckpointError(f"{path} is damaged (it does not have its checksum): {another_step(folder)}")
         leaves = {name: Leaf(**(leaf | {"shape": tuple(leaf["shape"])})) for name, leaf in values["leaves"].items()}
         manifest = Manifest(**(values | {"leaves": leaves}))
     except OSError as error:
-        raise CheckpointError(f"{step_folder} is not a complete checkpoint ({path.name}: {error.strerror}): give another step") from error
+        raise CheckpointError(f"{folder} is not a complete checkpoint ({path.name}: {error.strerror}): {another_step(folder)}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {shown(error)}): give another step") from error
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {shown(error)}): {another_step(folder)}") from error
     if wrong := _wrong(manifest):
-        raise CheckpointError(f"{path} is damaged ({wrong} is missing or of a wrong type): give another step")
+        raise CheckpointError(f"{path} is damaged ({wrong} is missing or of a wrong type): {another_step(folder)}")
     return manifest
 
 
@@ -134,6 +134,13 @@ def readable(run: Path, step: int) -> Manifest | None:
         return read_manifest(step_folder(run, step))
     except CheckpointError:
         return None
+
+
+def another_step(folder: Path) -> str:
+    """What to do about a step that can't be read; folder: the step's, or one in it."""
+    step = next((path for path in (folder, *folder.parents) if path.parent.name == FOLDER), folder)
+    others = [number for number in complete_steps(step.parent.parent) if str(number) != step.name]
+    return f"give another step, for example --resume {step.parent / str(others[-1])}" if others else "give another step"
 
 
 def step_folder(run: Path, step: int) -> Path:

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from jaxmeg.checkpoint.canonical import CanonicalLeaf, Leaves, canonical_leaves, checksums, flatten, from_canonical, unflatten
-from jaxmeg.checkpoint.manifest import CheckpointError, Leaf, Manifest, find_step, leaf_problems, read_manifest, step_folder
+from jaxmeg.checkpoint.manifest import CheckpointError, Leaf, Manifest, another_step, find_step, leaf_problems, read_manifest, step_folder
 from jaxmeg.checkpoint.resume import arch_changes, problems
 from jaxmeg.checkpoint.save import array_handler, by_item
 from jaxmeg.optim.build import learning_rate
@@ -82,13 +82,13 @@ def _read(folder: Path, manifest: Manifest, leaves: Mapping[str, CanonicalLeaf],
     stored = {name: leaf for item in items for name, leaf in _stored_leaves(folder / item).items()}
     listed = {name: leaf for item in items for name, leaf in by_item(manifest.leaves).get(item, {}).items()}
     _refuse(folder, leaf_problems(stored, wanted), fix)
-    _refuse(folder, leaf_problems(listed, wanted), "the manifest does not describe the arrays: give another step")
+    _refuse(folder, leaf_problems(listed, wanted), f"the manifest does not describe the arrays: {another_step(folder)}")
     for item, part in items.items():
         _check_size(folder / item, part)
     arrays = {name: x for item, part in items.items() for name, x in _read_arrays(folder / item, part).items()}
     sums = checksums(arrays)
     damaged = [f"{name} does not have its checksum" for name, leaf in listed.items() if sums[name] != leaf.checksum]
-    _refuse(folder, damaged, "it is damaged: give another step")
+    _refuse(folder, damaged, f"it is damaged: {another_step(folder)}")
     return from_canonical(leaves)(arrays)
 
 
@@ -98,7 +98,7 @@ def _stored_leaves(folder: Path) -> dict[str, Leaf]:
         handler: Any = array_handler()
         tree = handler.metadata(folder).tree
     except Exception as error:  # Orbax raises what it meets, also plain Exception
-        raise RestoreError(f"{folder} cannot be read ({_line(error)}): give another step") from error
+        raise RestoreError(f"{folder} cannot be read ({_line(error)}): {another_step(folder)}") from error
     return {name: Leaf(shape=tuple(x.shape), dtype=str(np.dtype(x.dtype))) for name, x in flatten(tree).items()}
 
 
@@ -107,7 +107,7 @@ def _check_size(folder: Path, leaves: Mapping[str, CanonicalLeaf]) -> None:
     held, needed = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()), sum(leaf.num_bytes for leaf in leaves.values())
     if held < needed:
         reason = f"its files have {held:,} bytes for arrays of {needed:,}: some are gone or cut short"
-        raise RestoreError(f"{folder} cannot be read ({_which(folder, leaves)}{reason}): give another step")
+        raise RestoreError(f"{folder} cannot be read ({_which(folder, leaves)}{reason}): {another_step(folder)}")
 
 
 def _read_arrays(folder: Path, leaves: Mapping[str, CanonicalLeaf]) -> dict[str, jax.Array]:
@@ -117,7 +117,7 @@ def _read_arrays(folder: Path, leaves: Mapping[str, CanonicalLeaf]) -> dict[str,
         with ocp.Checkpointer(array_handler()) as reader:
             return reader.restore(folder, args=args)
     except Exception as error:  # Orbax raises what it meets, also plain Exception
-        raise RestoreError(f"{folder} cannot be read ({_which(folder, leaves)}{_line(error)}): give another step") from error
+        raise RestoreError(f"{folder} cannot be read ({_which(folder, leaves)}{_line(error)}): {another_step(folder)}") from error
 
 
 def _which(folder: Path, names: Iterable[str]) -> str:

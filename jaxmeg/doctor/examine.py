@@ -127,6 +127,12 @@ def examine(case: Case) -> Iterator[Finding]:
 
 def run(words: Sequence[str], verbose: bool = False, json_file: Path | None = None) -> int:
     """Print every finding. Returns the exit code: 1 if a check failed."""
+    if json_file:
+        try:
+            json_file.open("a").close()
+        except OSError as error:
+            print(f"error: --json {json_file} cannot be written ({error.strerror}): give another file", file=sys.stderr)
+            return 2
     case, findings = read_case(words, os.environ), []
     index = case.processes.index
     for finding in examine(case):

@@ -74,6 +74,8 @@ def read(text: str, path: str) -> dict[str, Any]:
         content = json.loads(text, object_pairs_hook=_no_twins)
     except json.JSONDecodeError as error:
         raise SourceError(f"{path} is not valid JSON: {error.msg} in line {error.lineno}, column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path} is not valid JSON: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise SourceError(f"{path} holds no JSON object: a DeepSpeed config is {{...}}")
     return content

@@ -12,8 +12,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from jaxmeg.files import ContentError, load_yaml
 from jaxmeg.migrate import deepspeed
 from jaxmeg.migrate.core import (
     ABSENT,
@@ -47,8 +46,8 @@ def read(text: str, path: str) -> dict[str, Any]:
     if text.lstrip().startswith("{"):
         return deepspeed.read(text, path)
     try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        content = load_yaml(text)
+    except ContentError as error:
         raise SourceError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise SourceError(f"{path} holds no keys: a LLaMA-Factory config is a list of `key: value`")

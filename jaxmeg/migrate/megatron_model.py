@@ -122,5 +122,5 @@ def count_ids(file: Path) -> int:
         vocabulary = content["model"]["vocab"]
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
         return max([*ids, *(token["id"] for token in content.get("added_tokens", []))]) + 1
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is no tokenizer.json") from error

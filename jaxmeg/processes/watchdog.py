@@ -53,7 +53,7 @@ class Watchdog:
         self._thread_id = threading.get_ident()
         self._where = (0, "start", 0, clock())
         self._resumed = clock()  # when somebody last compiled, or this process went on
-        self._looked = self._answered = clock()  # when the last look ended, and when the last one began that had an answer of the store
+        self._looked = self._answered = clock()  # when the last look began, and the last one that had an answer of the store
         self._count = 0
         self._news: dict[int, tuple[int, float]] = {}  # process -> its last count, and when that came
         self._left: dict[int, float] = {}  # process -> when its notice was first seen
@@ -88,10 +88,11 @@ class Watchdog:
 
     def look(self) -> bool:
         """One look around: ends the process where it has to, and returns whether it had."""
-        now = self.clock()
-        if now - self._looked > GAP * self.period:
-            self._go_on(now)
+        now, before = self.clock(), self._looked
+        self._looked = now
         found = None
+        if now - before > GAP * self.period:
+            self._go_on(now)
         try:
             mine, others, texts = self._exchange(now)
             self._unreachable = 0
@@ -102,7 +103,6 @@ class Watchdog:
         except TimeoutError:  # a coordinator that is stopped takes what is sent, and does not answer
             if now - self._answered > self.guard.silent_seconds:
                 found = verdict.silent_store(self._last.get(0), now - self._answered, self.guard.silent_seconds), []
-        self._looked = min(self.clock(), now + 2 * self.period)  # what the store may take, and no stop in the meantime
         return found is not None and self._finish(*found)
 
     # ---------------------------------------------------------------- looking

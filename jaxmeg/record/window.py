@@ -10,7 +10,7 @@ import re
 
 def window(text: str) -> range | None:
     """The updates of "first:end", end left out; None if the text has another form."""
-    found = re.fullmatch(r"(\d+):(\d+)", text)
+    found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text)
     return range(int(found[1]), int(found[2])) if found else None
 
 

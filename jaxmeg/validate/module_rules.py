@@ -31,7 +31,7 @@ def problems(config: Config, num_devices: int) -> list[str]:
     """Every violated rule; empty when the module can be trained on `num_devices` devices."""
     unread = dict(_not_for_modules(config))
     others = [
-        *value_rules.ranges(config), *value_rules.choices(config), *value_rules.schedule_lengths(config),
+        *value_rules.texts(config), *value_rules.ranges(config), *value_rules.choices(config), *value_rules.schedule_lengths(config),
         *value_rules.without_effect(config), *run_rules.any_run(config), *_model_axes(config.mesh),
     ]
     found = [*unread.values(), *(line for line in others if line.partition("=")[0] not in unread)]

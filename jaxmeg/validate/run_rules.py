@@ -31,7 +31,7 @@ def any_run(config: Config) -> Iterator[str]:
     yield from _processes(config)
     if config.guard.loss_spike == "off" and config.guard.spike_deviations != GuardConfig.spike_deviations:
         yield f"guard.spike_deviations={config.guard.spike_deviations} has no effect with guard.loss_spike=off: leave one of them out"
-    if config.train.stop_after is not None and config.train.stop_after >= config.train.steps:
+    if config.train.stop_after is not None and config.train.stop_after > config.train.steps:
         yield (f"train.stop_after={config.train.stop_after} has no effect with train.steps={config.train.steps}: leave stop_after out, or "
                f"use a smaller one")
 
@@ -43,7 +43,7 @@ def _text(config: Config) -> Iterator[str]:
                f"long_documents out, or use packing fit or none")
     if data.packing == "none" and not data.separate:
         yield "data.separate=False has no effect with data.packing=none, where no row has two documents: leave separate out"
-    if data.validation is not None and data.validation_fraction != DataConfig.validation_fraction:
+    if data.validation is not None and data.validation_fraction not in (DataConfig.validation_fraction, 0):
         yield (f"data.validation_fraction={data.validation_fraction} has no effect with data.validation={data.validation}: leave one of "
                f"them out")
     if data.text_key != DataConfig.text_key and not any(map(_may_have_records, (data.train, data.validation))):
@@ -63,11 +63,9 @@ def _may_have_records(paths: str | dict[str, float] | None) -> bool:
 def _validation(config: Config) -> Iterator[str]:
     if config.data.validation is not None or config.data.validation_fraction > 0:
         return
-    for key in ("checkpoint.keep_best", "train.eval_rows", "train.eval_every"):
-        value = value_of(config, key)
-        if value != KEYS[key].default and (key, value) != ("train.eval_every", 0):  # which asks for what is so anyway
-            yield (f"{key}={value} has no effect with data.validation_fraction=0, which keeps no rows for validation: leave "
-                   f"{key.split('.')[1]} out, or keep some")
+    if config.checkpoint.keep_best:
+        yield (f"checkpoint.keep_best={config.checkpoint.keep_best} has no effect with data.validation_fraction=0, which keeps no rows for "
+               f"validation: leave keep_best out, or keep some")
 
 
 def _checkpoints(config: Config) -> Iterator[str]:
@@ -104,13 +102,15 @@ def unread(config: Config, *, own: bool, compute: str, platform: str, num_device
     own: whether a module of the user's is trained. compute: what precision.compute stands for here. platform: of the devices.
     """
     rope = not own and resolve_arch(config.model).positions == "rope"
-    resume = config.checkpoint.resume
+    resume, no_rows = config.checkpoint.resume, config.data.validation is None and config.data.validation_fraction == 0
     scaled = f"precision.compute={config.precision.compute}, which is {compute} here"
     found = {  # key -> (whether nothing reads it, what stands in the way)
         "model.max_seq_len": (rope, "model.positions=rope, which needs no table"),
         "precision.loss_scale_init": (compute != "fp16", scaled),
         "precision.loss_scale_growth_interval": (compute != "fp16", scaled),
         "train.out": (resume not in (None, config.train.out), f"checkpoint.resume={shown(resume)}, which goes on in the run's own folder"),
+        "train.eval_rows": (no_rows, "data.validation_fraction=0"),
+        "train.eval_every": (no_rows and config.train.eval_every > 0, "data.validation_fraction=0"),
         "record.compile_cache": (platform == "cpu" and config.record.compile_cache is not None, "devices on the CPU"),
         "guard.replicas_every": (num_devices == 1 and config.guard.replicas_every > 0, "one device"),
         "guard.silent_seconds": (num_processes == 1, "one process"),

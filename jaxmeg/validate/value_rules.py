@@ -276,9 +276,9 @@ def without_effect(config: Config) -> Iterator[str]:
         if value != defaults[key] and not is_used(config) and (names is None or beside_value in names):
             yield _no_effect(key, value, f"{beside}={beside_value}", fix)
     if config.mesh.pp == 1 and config.pipeline.schedule is not None:
-        yield _no_effect("pipeline.schedule", config.pipeline.schedule, "mesh.pp=1", "use pp 2 or more")
-    if config.mesh.pp == 1 and config.pipeline.chunks is not None:
-        yield _no_effect("pipeline.chunks", config.pipeline.chunks, "mesh.pp=1", "use pp 2 or more")
+        yield _no_effect("pipeline.schedule", config.pipeline.schedule, "mesh.pp=1", "use pp 2 or more (over a file: --schedule null)")
+    if config.mesh.pp == 1 and config.pipeline.chunks not in (None, 1):
+        yield _no_effect("pipeline.chunks", config.pipeline.chunks, "mesh.pp=1", "use pp 2 or more (over a file: --chunks null)")
     if config.mesh.rep > 1 and config.layout.zero == 0:
         rep, dp = config.mesh.rep, config.mesh.dp
         instead = f"use dp {rep * (dp or 1)} and rep 1" if dp else "leave rep out and let dp take the devices"
