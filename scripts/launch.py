@@ -70,7 +70,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--emulate", type=int, metavar="N", help="without GPUs: N devices on this machine's CPU")
     parser.add_argument("--num_processes", type=int, metavar="P", help="with --emulate: spread over P processes (default: 1)")
     parser.add_argument("--grace", type=float, default=75.0, metavar="SECONDS", help="after a failure, how long the others have to end "
-                        "before SIGTERM, and from there to SIGKILL (default: 30)")
+                        "before SIGTERM, and from there to SIGKILL (default: 75, so that their watchdogs can speak)")
     parser.add_argument("--dry_run", action="store_true", help="print the commands, start nothing")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py", help="the script and its options")
     args = parser.parse_args(argv)

@@ -436,6 +436,7 @@ def test_signals_cross_ssh(two_hosts, number):
         assert process.returncode == 143 and sorted(output.splitlines()) == ["[0] asked", "[1] asked"]
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # of this process's jax
 def test_no_ssh_is_one_line(tmp_path, capsys, monkeypatch, hostfile):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["--hostfile", hostfile, TRAIN]) == 1

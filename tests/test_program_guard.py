@@ -75,7 +75,7 @@ def test_a_parameter_that_is_put_together_outside_of_the_verbs_is_named():
 
     said = read_back(setup, compiled_step(setup, gradients)).unplanned
     assert said.startswith("the compiled step moves what the layout did not ask for: all-gather over ")
-    assert " of 0.4 MB f32 an update (the size of head.tokens), from jit(step)/sharding_constraint" in said  # 512 x 192 x 4 bytes
+    assert " of 0.4 MB f32 an update (the size of head.tokens), from " in said  # 512 x 192 x 4 bytes
 
 
 def test_optimizer_state_that_is_whole_on_every_device_is_named(monkeypatch):
@@ -87,7 +87,7 @@ def test_optimizer_state_that_is_whole_on_every_device_is_named(monkeypatch):
     monkeypatch.setattr(step_module, "state_shardings", lambda _: shardings)
     said = read_back(setup, compiled_step(setup, state=state)).unplanned
     assert said.count("all-gather over ") == 3 and said.count("(the size of layers.mlp.") == 3  # of 2 x 192 x 384 entries, the largest
-    assert said.count("put in by the compiler as all-gather") == 3 and " more of " in said
+    assert said.count("put in by the compiler as all-gather") + said.count(", from jit(step)/") == 3 and " more of " in said
 
 
 def test_what_has_no_name_inside_of_a_loop_is_named_with_how_often_it_runs(monkeypatch):
