@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Compare a layout with one device: `python scripts/verify.py --config X --mesh tp=2,pp=2 --zero 3`.
 
-Initial weights, data rows, loss, every gradient leaf, gradient norm and every parameter after three updates, each with error and
-bound. The config is made small first (--full: as it is). --all 8: every layout of 8 devices. Exit code 0: PASS, 1: FAIL, 2: a mistake.
+Initial weights, placement of rows, loss, every gradient leaf, gradient norm and every parameter's change in three updates, each with
+error and bound. The config is made small first (--full: as it is). --all 8: every layout of 8 devices. Exit code 0: PASS, 1: FAIL, 2: a
+mistake.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from jaxmeg.cli import fail, parse
 from jaxmeg.verify.shrink import shrink
-from jaxmeg.verify.start import emulate, plan
+from jaxmeg.verify.start import cannot_write, check_options, check_writable, emulate, plan
 from jaxmeg.verify.text import body, foot, head, line, write
 
 
@@ -39,6 +40,8 @@ def read(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         wrong.append(f"--jobs={own.jobs} has no effect without --all: leave it out")
     if wrong:
         fail(wrong)
+    check_options(rest, vars(own), own.all)
+    check_writable(own.out)
     return own, rest
 
 
@@ -51,23 +54,27 @@ def main(argv: list[str]) -> int:
     if todo.emulated:
         emulate(todo.count, quick=not own.full)
 
-    from jaxmeg.verify.run import USER_ERRORS, compare_all, compare_one  # from here on the number of devices is fixed
+    from jaxmeg.verify.run import USER_ERRORS, beginning, compare_all, compare_one, explain  # from here on the number of devices is fixed
 
     screen, called = Console(highlight=False), shlex.join(["python", "scripts/verify.py", *argv])
     try:
+        report = beginning(configs[0], shrunk, called, todo.real, own_optimizer=not own.all)
         if own.all:
             print(f"{len(configs)} layouts of {own.all} devices, {own.jobs} at a time", file=sys.stderr)
-            report = compare_all(configs, shrunk, called, own.jobs, lambda certificate: line(certificate, screen))
+            head(report, screen)
+            report = compare_all(configs, report, own.jobs, lambda certificate: line(certificate, screen))
         else:
-            report = compare_one(configs[0], shrunk, called, lambda text: print(text, file=sys.stderr))
+            report = compare_one(configs[0], report)
             head(report, screen)
             body(report.certificates[0], screen)
+            if not report.passed:
+                report = explain(configs[0], report, lambda text: print(text, file=sys.stderr, flush=True))
         foot(report, screen)
         print("written     " + " and ".join(map(str, write(report, own.out))))
     except USER_ERRORS as error:
         fail(str(error).splitlines())
     except OSError as error:
-        fail([f"--out {own.out} cannot be written ({error.filename}: {error.strerror}): give another --out"])
+        fail([cannot_write(own.out, error)])
     return 0 if report.passed else 1
 
 

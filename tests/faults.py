@@ -18,7 +18,7 @@ import optax
 from jax import lax
 
 from jaxmeg import parallel, step
-from jaxmeg.config import Axis
+from jaxmeg.config import Axis, Config
 from jaxmeg.layout import Layout
 from jaxmeg.models import layers
 from jaxmeg.pipeline import scan
@@ -117,6 +117,16 @@ def clip_by_stage() -> Any:
                 return optimizer.update({**updates, "layers": split}, state, params)
 
             return replace(setup, optimizer=optax.GradientTransformation(optimizer.init, update)) if stages > 1 else setup
+        return wrong
+    return _replaced(measure, "build", make)
+
+
+def no_weight_decay() -> Any:
+    """Data-parallel ranks leave out weight decay."""
+    def make(right: Callable[..., Setup]) -> Callable[..., Setup]:
+        def wrong(config: Config, *args: Any) -> Setup:
+            decay = config.optim.weight_decay if config.mesh.dp == 1 else 0.0
+            return right(replace(config, optim=replace(config.optim, weight_decay=decay)), *args)
         return wrong
     return _replaced(measure, "build", make)
 

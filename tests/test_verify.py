@@ -1,6 +1,6 @@
 """The comparison of a layout with one device: right layouts pass, every fault of `faults.py` is caught and named.
 
-Shrinking, enumeration, the search for what is at fault and the text are checked without compiling anything.
+Bounds and text are checked without compiling anything, and so is what is compared, in test_verify_options.py.
 """
 
 import functools
@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,16 +22,16 @@ import pytest
 from rich.console import Console
 from test_train import user_environment
 
-from jaxmeg.arch import PRESETS, num_params
-from jaxmeg.cli import read
-from jaxmeg.config import Axis, Config, MeshConfig, Resolved, resolve
+from jaxmeg.cli import ConfigError, read
+from jaxmeg.config import Config
 from jaxmeg.validate.check import problems
+from jaxmeg.verify import run
 from jaxmeg.verify.certificate import Certificate, Check, Outcome, certify
-from jaxmeg.verify.layouts import all_layouts, command, is_legal, layout_name, num_devices, one_device, smaller, switched_off
+from jaxmeg.verify.layouts import all_layouts, is_legal, layout_name, num_devices, one_device
 from jaxmeg.verify.measure import compared, misplaced_rows, reference, verify
-from jaxmeg.verify.search import at_fault, smallest_failing
-from jaxmeg.verify.shrink import documents_apart, shrink
-from jaxmeg.verify.start import plan
+from jaxmeg.verify.run import arithmetic_line
+from jaxmeg.verify.search import at_fault
+from jaxmeg.verify.shrink import shrink
 from jaxmeg.verify.text import Report, show
 
 ROOT = Path(__file__).parent.parent
@@ -56,7 +55,7 @@ def test_a_layout_passes_with_the_optimizer_of_the_config():
     certificate = verify(config, own_optimizer=True)
     assert certificate.passed, certificate.reason
     checks = {check.name: check for check in certificate.checks}
-    assert list(checks) == ["initial weights", "data rows", "loss", "gradients", "gradient norm", "parameters", "parameters, adamw"]
+    assert list(checks) == ["initial weights", "placement of rows", "loss", "gradients", "gradient norm", "parameters", "parameters, adamw"]
     assert set(checks["gradients"].leaves) == set(checks["parameters"].leaves) > set(checks["parameters, adamw"].leaves)
     assert "layers.attention.key_bias against zero" in checks["gradients"].note
     assert all(check.error > 0 for check in certificate.checks[3:])  # something was compared
@@ -104,7 +103,7 @@ FAULTS = [
     Case(faults.mean_of_means, "--mesh dp=2 --zero 0", FORWARD, "", {"mesh.dp"}),
     Case(faults.head_without_the_last_stage, "--mesh pp=2 --zero 0 --schedule gpipe", FORWARD, "", {"mesh.pp"}),
     Case(faults.clip_by_stage, "--mesh pp=2 --zero 0 --schedule gpipe", "gradients, parameters", "^layers", {"mesh.pp"}),
-    Case(faults.rows_of_another_rank, "--mesh dp=2 --zero 0", "data rows", "^$", {"mesh.dp"}),
+    Case(faults.rows_of_another_rank, "--mesh dp=2 --zero 0", "placement of rows", "^$", {"mesh.dp"}),
     Case(faults.stale_shard, "--mesh dp=2 --zero 3", FORWARD, "", {"mesh.dp", "layout.zero"}),
     Case(faults.masks_by_local_row, "--mesh dp=2 --zero 0 --train.dropout 0.3", FORWARD, "", {"mesh.dp", "train.dropout"}),
 ]
@@ -122,28 +121,65 @@ def test_a_fault_is_caught_and_named(case):
         assert set(at_fault(config, lambda less: not verify(less).passed)) == case.parts
 
 
+def test_an_optimizer_without_decay_is_caught_at_a_small_learning_rate():
+    """It changes a weight by a hundred-thousandth: less than the bound, of the weight."""
+    config = tiny("--mesh dp=2 --zero 0 --lr 1e-4")
+    verify(config, own_optimizer=True)  # of the right code
+    with faults.no_weight_decay():
+        certificate = verify(config, own_optimizer=True)
+    assert [check.name for check in certificate.checks if not check.passed] == ["parameters, adamw"]
+    assert {path for path in certificate.checks[-1].leaves if "norm" not in path} <= set(certificate.checks[-1].off)
+
+
+def test_updates_that_are_skipped_are_no_pass():
+    certificate = verify(tiny("--mesh dp=2 --zero 0 --optim.name sgd --lr 1e25"), own_optimizer=True)
+    where = "update 2 on the layout and update 2 on one device"
+    assert certificate.reason == f"parameters, sgd: {where} was skipped: the loss or a gradient is not finite"
+
+
 # ---------------------------------------------------------------- a module of the user's
-def test_a_module_of_the_users(tmp_path, monkeypatch):
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, loss: str) -> Config:
     (tmp_path / "task_to_verify.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    config = read(["--model.module=task_to_verify:Model", "--model.loss=task_to_verify:loss", "--data.source=task_to_verify:ROWS",
-                   "--mesh=rep=2,dp=2", "--zero=3", "--global_batch=64", "--microbatch=2"])
+    return read([f"--model.module=task_to_verify:{model}", f"--model.loss=task_to_verify:{loss}", "--data.source=task_to_verify:ROWS",
+                 "--mesh=rep=2,dp=2", "--zero=3", "--global_batch=64", "--microbatch=2"])
+
+
+def test_a_module_of_the_users(tmp_path, monkeypatch):
+    config = own(tmp_path, monkeypatch, "Model", "loss")
     (small,), lines = shrink([config], 4)
     assert (small.data.global_batch, small.pipeline.microbatch) == (16, 2) and len(lines) == 1
     certificate = verify(small, own_optimizer=True)
     assert certificate.passed, certificate.reason
-    assert len(certificate.checks[3].leaves) == 4
+    assert len(certificate.checks[3].leaves) == 5
+    assert arithmetic_line(small, None).startswith("the module's own dtypes, none below fp32, with matmuls")
+
+
+@pytest.mark.parametrize(("model", "loss", "message"), [
+    ("low", "loss", "model.module=task_to_verify:low computes in bf16, in which layouts differ by rounding: make its layers dtype=float32 "
+     "to compare"),
+    ("Model", "flat", "the loss has no gradient on one device: nothing can be compared"),
+])
+def test_modules_that_cannot_be_compared_are_refused(tmp_path, monkeypatch, model, loss, message):
+    (small,), _ = shrink([own(tmp_path, monkeypatch, model, loss)], 4)
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        verify(small)
 
 
 OWN = """
 import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
 class Model(nnx.Module):
-    def __init__(self, rngs):
-        self.inner, self.outer = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+    def __init__(self, rngs, dtype=None):
+        self.inner, self.outer = nnx.Linear(4, 8, dtype=dtype, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+        self.gain = nnx.Param(jnp.ones(()))
     def __call__(self, x):
-        return self.outer(jnp.tanh(self.inner(x)))
+        return self.outer(jnp.tanh(self.inner(x)).astype(jnp.float32)) * self.gain[...]
+def low(rngs):
+    return Model(rngs, jnp.bfloat16)
+def flat(model, batch):
+    return 0 * loss(model, batch)
 def loss(model, batch):
     return -jnp.take_along_axis(jax.nn.log_softmax(model(batch["x"])), batch["y"][:, None], axis=1)[:, 0]
 rng = np.random.default_rng(0)
@@ -159,13 +195,21 @@ def outcome(**changed: Any) -> Outcome:
     return Outcome(**(values | changed))
 
 
+def failed_checks(got: Outcome, want: Outcome, start: dict[str, np.ndarray]) -> list[str]:
+    certificate = certify("layout", got, want, start, "lion")
+    json.dumps(certificate.as_dict(), allow_nan=False)
+    failed = [check.name for check in certificate.checks if not check.passed]
+    assert certificate.passed == (not failed)
+    return failed
+
+
 A = np.linspace(1, 2, 8, dtype=np.float32)  # its norm is 4.31
 
 
 @pytest.mark.parametrize(("changed", "failed"), [
     ({}, ""),
     ({"initial": {"a": A, "b": -np.zeros(8, np.float32)}}, "initial weights"),  # equal, but not to the bit
-    ({"misplaced_rows": 1}, "data rows"),
+    ({"misplaced_rows": 1}, "placement of rows"),
     ({"loss": 2 + 0.9e-5}, ""),
     ({"loss": 2 + 1.1e-5}, "loss"),
     ({"loss": float("nan")}, "loss"),
@@ -179,12 +223,40 @@ A = np.linspace(1, 2, 8, dtype=np.float32)  # its norm is 4.31
     ({"params": {"a": A, "b": A * np.float32(1 + 1.1e-4)}}, "parameters"),
     ({"own_params": {"a": A * np.float32(1 + 1.1e-4), "b": A}}, "parameters, lion"),
     ({"own_params": {"a": A, "b": 2 * A}}, ""),  # Lion makes an update of any rounding
+    ({"skipped": (2,)}, "parameters"),
+    ({"own_skipped": (1, 2)}, "parameters, lion"),
 ])
 def test_bounds(changed, failed):
-    certificate = certify("layout", outcome(**changed), outcome(), "lion")
-    assert [check.name for check in certificate.checks if not check.passed] == ([failed] if failed else [])
-    assert certificate.passed == (not failed)
-    json.dumps(certificate.as_dict(), allow_nan=False)
+    assert failed_checks(outcome(**changed), outcome(), {"a": 0 * A, "b": 0 * A}) == ([failed] if failed else [])
+
+
+@pytest.mark.parametrize(("change", "off", "passes"), [
+    (1e-2, 0.9e-6, True), (1e-2, 1.1e-6, False),  # of the weight: a ten-thousandth of its change
+    (1e-4, 3e-7, True), (1e-4, 4e-7, False),  # six roundings of 6e-8
+    (0.0, 3e-7, True), (0.0, 4e-7, False)])
+def test_it_is_the_change_of_a_parameter_that_is_compared(change, off, passes):
+    start = {"a": A.astype(np.float64), "b": A}
+    want = outcome(params={"a": start["a"] * (1 + change), "b": A}, own_params=None)
+    got = outcome(params={"a": start["a"] * (1 + change + off), "b": A}, own_params=None)
+    assert failed_checks(got, want, start) == ([] if passes else ["parameters"])
+
+
+@pytest.mark.parametrize(("wrong", "failed"), [(2, ["parameters"]), (3, ["parameters", "parameters, lion"])])
+def test_of_the_configs_optimizer_one_entry_in_a_thousand_may_be_off(wrong, failed):
+    """Whose gradient is zero by chance: here of 2000."""
+    right = np.ones(2000, np.float32)
+    other = np.where(np.arange(2000) < wrong, -1, right)
+    values: dict[str, Any] = {"initial": {"a": right}, "grads": {"a": right}}
+    start = {"a": 0 * right}
+    assert failed_checks(outcome(**values, params={"a": other}, own_params={"a": other}),
+                         outcome(**values, params={"a": right}, own_params={"a": right}), start) == failed
+
+
+def test_a_scalar_has_bits_too():
+    one, start = {"a": np.array(1, np.float32)}, {"a": np.array(0, np.float32)}
+    same = outcome(initial=one, grads=one, params=one, own_params=one)
+    assert failed_checks(same, same, start) == []
+    assert failed_checks(replace(same, initial={"a": np.nextafter(one["a"], np.float32(2))}), same, start) == ["initial weights"]
 
 
 def test_each_row_is_expected_once_on_its_data_rank():
@@ -210,145 +282,28 @@ def test_the_text_of_a_failure_names_what_failed_and_how_to_see_it_again():
     assert "FAIL: gradients off by 5.0e-01 in a, and 1 leaves more" in text
     assert "at fault    most likely mesh.dp or layout.zero: the layout passes without any one of them" in text
     assert text.rstrip().endswith("smallest    python scripts/verify.py --full --mesh dp=2")
+    left_out = report.as_dict()["not_compared"]
+    assert f"not compared  {left_out}" in text and "several processes" in left_out and "16-bit arithmetic" in left_out
 
 
-# ---------------------------------------------------------------- smaller configs
-SHAPES = [f"--model={name}" for name in PRESETS] + [f"--config={path}" for path in sorted((ROOT / "configs").glob("*.yaml"))]
-LAYOUTS = [
-    "--mesh dp=1", "--mesh dp=8 --zero 3", "--mesh rep=2,dp=4 --zero 2", "--mesh tp=2 --zero 0", "--mesh pp=2,tp=2 --zero 0",
-    "--mesh pp=3 --zero 0 --microbatch 1", "--mesh pp=4,dp=2,tp=2 --schedule interleaved --zero 2", "--mesh tp=8,dp=3 --global_batch 96",
-    "--mesh pp=2 --schedule interleaved --chunks 3 --microbatch 2", "--mesh pp=8,tp=4 --zero 1 --schedule gpipe --microbatch 16",
-    "--mesh pp=4,dp=4,tp=8 --zero 3 --global_batch 512", "--mesh dp=64 --zero 1 --global_batch 64"]
+def test_the_search_says_how_long_it_takes(monkeypatch):
+    """Of a fault that takes pp: mesh.pp, mesh.tp, ZeRO (nothing to shard, so gone with dp), the schedule and remat are switched off."""
+    config, told = tiny("--mesh pp=2,tp=2 --zero 0 --schedule 1f1b --remat full"), []
+    check = Check(name="loss", error=1.0, bound=1e-5)
+
+    def certified(candidate: Config, own_optimizer: bool) -> Certificate:
+        return Certificate(layout="", checks=(check,) if candidate.mesh.pp > 1 else ())
+
+    monkeypatch.setattr(run, "certify", certified)
+    begun = Report(command="", devices="", arithmetic="", shrunk=[], minutes=0.0, certificates=[certified(config, False)])
+    report = run.explain(config, begun, told.append)
+    assert report.at_fault == ["mesh.pp"] and report.certificates == begun.certificates and "pp=2" in report.smallest
+    assert told[0].endswith("at most 4 tries first")
+    assert [line.split("  ")[0] for line in told[1:6]] == ["(1 of 4)", "(2 of 4)", "(3 of 4)", "(4 of 4)", told[5]]
+    assert told[6].startswith("(5)")
 
 
-def relations(config: Config, r: Resolved) -> dict[str, Any]:
-    """What makes the layout of a leaf, a stage or a batch differ: must stay. Written without looking at `shrink`."""
-    arch, mesh, pieces = r.arch, r.mesh, len(r.layer_split)
-    tp, zero = mesh[Axis.TP], mesh[Axis.DP]
-    return {
-        "switches": [getattr(arch, name) for name in ("norm", "norm_eps", "activation", "positions", "attn_bias", "out_bias", "mlp_bias",
-                                                      "qk_norm", "tied", "rope_theta")],
-        "layers": [size - min(r.layer_split) for size in r.layer_split],
-        "padding": r.padded_vocab - arch.vocab_size,
-        "heads": (arch.num_heads // arch.num_kv_heads, np.sign(arch.num_kv_heads - tp), arch.num_kv_heads % tp == 0),
-        "zero": [size % zero == 0 for size in (arch.embed_dim, arch.mlp_dim, arch.head_dim)],
-        "microbatches": (r.num_microbatches % mesh[Axis.PP], r.num_microbatches < mesh[Axis.PP], r.num_microbatches > 1),
-        "pipeline": (r.schedule, r.chunks, pieces), "mesh": mesh, "layout": config.layout,
-        "rest": (config.train.dropout, config.train.seed, documents_apart(config.data)),
-    }
-
-
-@pytest.mark.parametrize("options", LAYOUTS)
-def test_small_configs_keep_what_their_layout_depends_on(options):
-    checked = 0
-    for shape in SHAPES:
-        config = read([shape, "--remat=full", "--train.dropout=0.1", *options.split()])
-        mesh = replace(config.mesh, dp=config.mesh.dp or 1)
-        pipeline = config.pipeline if mesh.pp > 1 else replace(config.pipeline, schedule=None, chunks=None)
-        config = replace(config, mesh=mesh, pipeline=pipeline)
-        if is_legal(config):
-            checked += 1
-            keeps_what_its_layout_depends_on(config)
-    assert checked >= 5
-
-
-def keeps_what_its_layout_depends_on(config: Config) -> None:
-    (small,), lines = shrink([config], num_devices(config))
-    assert not problems(small, num_devices(small))
-    before, after = resolve(config, num_devices(config)), resolve(small, num_devices(small))
-    assert relations(small, after) == relations(config, before)
-    assert all(getattr(after.arch, name) <= getattr(before.arch, name) for name in ("num_layers", "embed_dim", "vocab_size", "num_heads"))
-    assert min(after.arch.num_layers, 2) == min(before.arch.num_layers, 2)
-    assert small.data.global_batch <= config.data.global_batch and small.data.seq_len <= config.data.seq_len
-    assert num_params(after.arch) < 2e6 and small.data.global_batch * small.data.seq_len <= 64 * 64 * before.mesh[Axis.DP]
-    assert bool(lines) == (small != config)
-    assert shrink([small], num_devices(small)) == ([small], [])
-
-
-def test_a_schedule_of_the_users_keeps_its_microbatches(tmp_path):
-    path = tmp_path / "my.csv"
-    path.write_text("rank 0,F0,F1,F2,B0,B1,B2\nrank 1,F0,B0,F1,B1,F2,B2\n")
-    config = read(f"--mesh pp=2,dp=1 --zero 0 --schedule {path} --global_batch 48 --model demo".split())
-    (small,), _ = shrink([config], 2)
-    assert resolve(small, 2).num_microbatches == 3 and small.data.global_batch == 18 and not problems(small, 2)
-    assert f"ZeRO 0, {path}" in layout_name(small)
-
-
-def test_factored_statistics_stay_factored():
-    config = read(["--model=gpt2", "--optim.name=adafactor", "--optim.lr=0.1", "--mesh=dp=2"])
-    assert shrink([config], 2)[0][0].optim.factored_dim == 16
-
-
-# ---------------------------------------------------------------- all layouts, and less than a layout
-def test_all_layouts_of_eight_devices_are_counted_by_hand():
-    """Three factors of 2 over four axes. Without stages, 10 meshes: dp of 1 has one ZeRO stage, 4 meshes; dp and rep above 1 have
-    ZeRO 1 to 3, 3 meshes; dp alone has 0 to 3, 3 meshes. With stages, 10 meshes x 3 schedules: 6, 1 and 3 of them."""
-    found = all_layouts(read(["--model=llama3.1-8b"]), 8)
-    assert len(found) == (4 + 3 * 3 + 3 * 4) + 3 * (6 + 1 * 3 + 3 * 4)
-    assert len({layout_name(config) for config in found}) == len(found)
-    assert all(prod(resolve(config, 8).mesh.values()) == 8 and not problems(config, 8) for config in found)
-
-
-def test_only_what_fits_is_a_layout():
-    found = all_layouts(read(["--model=toy", "--model.num_layers=2"]), 4)
-    assert {config.mesh.pp for config in found} == {1, 2}
-    assert not any(config.pipeline.schedule == "interleaved" for config in found)
-
-
-def test_switching_off_leaves_legal_layouts_of_the_same_batch():
-    config = tiny("--mesh pp=2,rep=2,dp=2 --zero 3 --schedule interleaved --model.num_layers 4 --remat full --train.dropout 0.1")
-    off = switched_off(config)
-    assert set(off) == {"mesh.pp", "mesh.rep", "mesh.dp", "pipeline.schedule", "pipeline.chunks", "layout.remat", "train.dropout"}
-    assert all(is_legal(without) and without.data == config.data and without.model == config.model for without in off.values())
-    assert off["mesh.pp"].pipeline.schedule is None and off["pipeline.chunks"].pipeline.schedule == "1f1b"
-
-
-def test_what_is_at_fault_and_the_smallest_that_fails():
-    """A fault that takes a pipeline of at least 2 stages and a ZeRO stage of 2 or 3 over dp, and at least 4 rows."""
-    config = tiny("--mesh pp=4,dp=2,tp=2 --zero 3 --schedule interleaved --model.num_layers 8 --remat full --global_batch 16")
-    asked = []
-
-    def fails(c: Config) -> bool:
-        asked.append(c)
-        return c.mesh.pp >= 2 and (c.mesh.dp or 1) >= 2 and c.layout.zero >= 2 and c.data.global_batch >= 4
-
-    assert at_fault(config, fails) == ["mesh.pp", "mesh.dp", "layout.zero"]
-    smallest = smallest_failing(config, fails)
-    assert layout_name(smallest) == "pp=2,dp=2, ZeRO 2, gpipe"
-    assert (smallest.data.global_batch, smallest.data.seq_len, resolve(smallest, 4).arch.num_layers) == (4, 1, 2)
-    assert len(asked) < 40 and not any(fails(step) for step in smaller(smallest).values())
-
-
-@pytest.mark.parametrize("options", ["--mesh pp=2,tp=2 --zero 3 --schedule interleaved --model.num_layers 4", "--mesh dp=2 --optim.lr 0.1",
-                                     "--mesh tp=2 --model.attn_bias true --train.dropout 0.5 --train.seed 3"])
-def test_a_command_line_makes_the_config_again(options):
-    config = tiny(options)
-    words = command(config).split()
-    assert words[:3] == ["python", "scripts/verify.py", "--full"]
-    again = read(words[3:])
-    assert compared(replace(again, mesh=replace(again.mesh, dp=again.mesh.dp or 1))) == compared(config) and again.optim == config.optim
-
-
-# ---------------------------------------------------------------- where it runs
-@pytest.mark.parametrize(("options", "visible", "mesh", "count", "emulated"), [
-    ("--mesh tp=2,pp=2", "", MeshConfig(pp=2, tp=2, dp=1), 4, True),
-    ("--mesh tp=2 --emulate 8", "", MeshConfig(tp=2, dp=4), 8, True),
-    ("--mesh tp=2", "0,1,2,3", MeshConfig(tp=2, dp=2), 4, False),  # as scripts/train.py takes it
-    ("--mesh tp=2,dp=1", "0,1,2,3", MeshConfig(tp=2, dp=1), 2, False),
-    ("--mesh tp=8", "0,1,2,3", MeshConfig(tp=8, dp=1), 8, True),
-])
-def test_real_devices_where_there_are_enough(monkeypatch, options, visible, mesh, count, emulated):
-    from jaxmeg.devices import Devices
-    real = len(visible.split(",")) if visible else 0
-
-    def plan_devices(config: Config) -> Devices:
-        return Devices(count=config.emulate or real or 1, emulated=config.emulate is not None or not real, message=None)
-
-    monkeypatch.setattr("jaxmeg.verify.start.plan_devices", plan_devices)
-    found = plan(read(["--model=llama3.1-8b", *options.split()]))
-    assert (found.configs[0].mesh, found.count, found.emulated) == (mesh, count, emulated)
-
-
+# ---------------------------------------------------------------- the script
 def script(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = user_environment()
     environment["PYTHONPATH"] = os.pathsep.join([str(cwd), environment["PYTHONPATH"]])
@@ -393,6 +348,8 @@ measure.build = lambda config, *rest: os._exit(3) if config.pipeline.schedule ==
 @pytest.mark.parametrize(("arguments", "message"), [
     ("--mesh tp=3 --model toy", "error: mesh.tp=3 does not divide model.num_heads=8"),
     ("--jobs 2", "error: --jobs=2 has no effect without --all: leave it out"),
+    ("--al 8", "error: --al is unknown: did you mean --all?"),
+    ("--out /dev/null/x", "error: --out /dev/null/x cannot be written (/dev/null: Not a directory): give another --out"),
     ("--all 0", "error: --all=0 is out of range: use 1 or more"),
     ("--all 3 --model toy --model.num_layers 2 --global_batch 1", "error: mesh.dp=3 does not divide data.global_batch=1"),
 ])

@@ -21,9 +21,9 @@ def kill(process: int) -> Break:
     return lambda trainings: trainings[process].send(signal.SIGKILL)
 
 
-def freeze(trainings: list[Training]) -> None:
+def freeze(process: int) -> Break:
     """The whole process stands still, with every thread."""
-    trainings[1].send(signal.SIGSTOP)
+    return lambda trainings: trainings[process].send(signal.SIGSTOP)
 
 
 def hang(trainings: list[Training]) -> None:
@@ -96,7 +96,8 @@ def _refused(bench: Bench, count: int, ids: Sequence[int], coordinator: str = ""
 FAULTS = [
     Fault("dead_rank", "`kill -9` of process 1 of 2", 2, partial(broken, what=kill(1), survivors=[0], code=(STUCK,))),
     Fault("dead_coordinator", "`kill -9` of process 0 of 2, the coordinator", 2, partial(broken, what=kill(0), survivors=[1])),
-    Fault("frozen_rank", "process 1 of 2 stands still (SIGSTOP)", 1, partial(broken, what=freeze, survivors=[0])),
+    Fault("frozen_rank", "process 1 of 2 stands still (SIGSTOP)", 1, partial(broken, what=freeze(1), survivors=[0])),
+    Fault("frozen_coordinator", "process 0 of 2, the coordinator, stands still (SIGSTOP)", 1, partial(broken, what=freeze(0), survivors=[1])),
     Fault("stuck_rank", "process 1 of 2 is alive, and its main thread hangs", 1, partial(broken, what=hang, survivors=[0, 1], change=0)),
     Fault("busy_port", "the coordinator's port is in use", 1, busy_port),
     Fault("missing_rank", "two of three processes come (`distributed.timeout=15`)", 1, one_missing),

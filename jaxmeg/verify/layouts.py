@@ -5,6 +5,8 @@ Every function gives configs without problems (`validate.check`). Needs no jax.
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -17,7 +19,8 @@ from jaxmeg.validate.value_rules import value_of
 from jaxmeg.wording import divisors
 
 MESH_AXES = (Axis.PP, Axis.REP, Axis.DP, Axis.TP)
-_NOT_SHOWN = ("mesh", "train.out", "train.steps", "emulate", "checkpoint", "record", "guard", "distributed", "show_layout")
+DATA_READ, TRAIN_READ = ("train", "source", "packing", "separate", "seq_len", "global_batch"), ("seed", "dropout")
+OPTIM_RESET = ("warmup", "schedule", "final_lr_ratio", "wsd_decay")
 
 
 def num_devices(config: Config) -> int:
@@ -121,11 +124,27 @@ def smaller(config: Config) -> dict[str, Config]:
 
 # ---------------------------------------------------------------- command lines
 def options(config: Config) -> Mapping[str, object]:
-    """Every key that is not at its default and that the comparison reads."""
-    found = {name: value_of(config, name) for name in KEYS if not name.startswith(_NOT_SHOWN)}
+    """Every key besides the mesh that is not at its default and that the comparison reads."""
+    found = {name: value_of(config, name) for name in KEYS if is_read(name)}
     if config.model.module is not None:
         found.pop("data.seq_len")
     return {name: value for name, value in found.items() if value != KEYS[name].default}
+
+
+def is_read(key: str) -> bool:
+    """Whether the comparison depends on a key. It brings its own arithmetic, rows, length and learning-rate schedule."""
+    section, _, name = key.rpartition(".")
+    match section:
+        case "model" | "layout" | "pipeline":
+            return True
+        case "data":
+            return name in DATA_READ
+        case "train":
+            return name in TRAIN_READ
+        case "optim":
+            return name not in OPTIM_RESET
+        case _:
+            return False
 
 
 def command(config: Config) -> str:
@@ -137,5 +156,5 @@ def command(config: Config) -> str:
 
 
 def _shown(value: object) -> str:
-    text = str(value).lower() if isinstance(value, bool) else str(value).replace("'", '"')
-    return text if text and not set(text) & set(" {}*?<>|&;$") else f"'{text}'"
+    """As a shell takes it."""
+    return shlex.quote(value if isinstance(value, str) else json.dumps(value))

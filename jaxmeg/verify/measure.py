@@ -7,6 +7,7 @@ or a fault behind a zero would not show.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -29,6 +30,9 @@ from jaxmeg.verify.layouts import layout_name, num_devices, one_device
 from jaxmeg.verify.shrink import documents_apart
 
 CLIP, LR, MOMENTUM = 0.01, 20.0, 0.9
+LEAST_LR = {"sgd": 0.3, "other": 0.01}
+LOW = re.compile(r"\b(bf16|f16|f8_\w+)\[")
+"""How a jaxpr writes an array with fewer than 32 bits a number."""
 
 
 def verify(config: Config, own_optimizer: bool = False) -> Certificate:
@@ -39,9 +43,10 @@ def verify(config: Config, own_optimizer: bool = False) -> Certificate:
     got = outcome if layout == plain else run(layout, want.start)
     if own_optimizer:
         optim = at_its_peak(config.optim)
-        got = replace(got, own_params=updated(replace(layout, optim=optim), want.start))
-        outcome = replace(outcome, own_params=_updated_reference(plain, optim))
-    return certify(layout_name(config), got, outcome, config.optim.name)
+        (mine, skipped), (true, true_skipped) = updated(replace(layout, optim=optim), want.start), _updated_reference(plain, optim)
+        got = replace(got, own_params=mine, own_skipped=skipped)
+        outcome = replace(outcome, own_params=true, own_skipped=true_skipped)
+    return certify(layout_name(config), got, outcome, want.start, config.optim.name)
 
 
 def compared(config: Config) -> Config:
@@ -61,10 +66,12 @@ def compared(config: Config) -> Config:
 
 
 def at_its_peak(optim: OptimConfig) -> OptimConfig:
-    """The optimizer with its peak learning rate from the first update on, and an eps that rounding can't swamp."""
-    eps = max(optim.eps, 1e-6) if optim.name in ("adamw", "muon") else optim.eps
+    """The optimizer with its peak learning rate from the first update on, or with a larger one, by which three updates change the weights
+    far more than rounding them does (SGD's updates are smaller than a parameter: `LEAST_LR`). And an eps that rounding can't swamp."""
+    eps = max(optim.eps, 1e-5) if optim.name in ("adamw", "muon") else optim.eps
     default = OptimConfig()
-    return replace(optim, eps=eps, warmup=0, schedule="constant", final_lr_ratio=default.final_lr_ratio, wsd_decay=default.wsd_decay)
+    lr = max(optim.lr, LEAST_LR["sgd" if optim.name == "sgd" else "other"])
+    return replace(optim, eps=eps, lr=lr, warmup=0, schedule="constant", final_lr_ratio=default.final_lr_ratio, wsd_decay=default.wsd_decay)
 
 
 # ---------------------------------------------------------------- runs
@@ -81,13 +88,20 @@ class Reference:
 def reference(config: Config) -> Reference:
     """config: of one device, as `compared` makes it."""
     program, rng = program_of(config), np.random.default_rng(3)
-    start = {path: x if np.ptp(x) else (x + 0.1 * rng.standard_normal(x.shape)).astype(np.float32)
-             for path, x in leaves(program.setup, program.init().params).items()}
-    return Reference(outcome=run(config, start), start=start)
+    state = program.init()
+    start = {path: x if np.ptp(x) else np.asarray(x + 0.1 * rng.standard_normal(x.shape), np.float32)
+             for path, x in leaves(program.setup, state.params).items()}
+    if config.model.module and (low := LOW.search(str(program.step.trace(state, program.place(program.batches[0])).jaxpr))):
+        raise ConfigError([f"model.module={config.model.module} computes in {low[1]}, in which layouts differ by rounding: make its layers "
+                           "dtype=float32 to compare"])
+    outcome = run(config, start)
+    if outcome.grad_norm == 0:
+        raise ConfigError(["the loss has no gradient on one device: nothing can be compared"])
+    return Reference(outcome=outcome, start=start)
 
 
 @cache
-def _updated_reference(config: Config, optim: OptimConfig) -> Leaves:
+def _updated_reference(config: Config, optim: OptimConfig) -> tuple[Leaves, tuple[int, ...]]:
     return updated(replace(config, optim=optim), reference(config).start)
 
 
@@ -98,24 +112,30 @@ def run(config: Config, start: Leaves) -> Outcome:
     initial, placed = leaves(setup, state.params), [program.place(batch) for batch in program.batches]
     misplaced = sum(misplaced_rows(setup, *pair) for pair in zip(placed, program.batches, strict=True))
     state, metrics = program.step(_begin(setup, state, start), placed[0])
-    loss, norm = float(metrics.loss), float(metrics.grad_norm)
+    loss, norm, finite = float(metrics.loss), float(metrics.grad_norm), [metrics.finite]
     clipped = leaves(setup, optax.tree.get(state.opt_state, "trace"))
     for batch in placed[1:]:
-        state, _ = program.step(state, batch)
+        state, metrics = program.step(state, batch)
+        finite.append(metrics.finite)
     ranks, copies = setup.data_ranks, setup.mesh.devices.size // setup.data_ranks
     return Outcome(
-        initial=initial, misplaced_rows=misplaced, loss=loss, grad_norm=norm, params=leaves(setup, state.params),
+        initial=initial, misplaced_rows=misplaced, loss=loss, grad_norm=norm, params=leaves(setup, state.params), skipped=_skipped(finite),
         grads={path: leaf * (max(norm, CLIP) / CLIP) for path, leaf in clipped.items()},
         rows=f"{config.data.global_batch} rows an update, each on one of {ranks} data ranks with {copies} devices")
 
 
-def updated(config: Config, start: Leaves) -> Leaves:
-    """The parameters after three updates."""
-    program = program_of(config)
+def updated(config: Config, start: Leaves) -> tuple[Leaves, tuple[int, ...]]:
+    """The parameters after three updates, and which of these, from 1, were skipped."""
+    program, finite = program_of(config), []
     state = _begin(program.setup, program.init(), start)
     for batch in program.batches:
-        state, _ = program.step(state, program.place(batch))
-    return leaves(program.setup, state.params)
+        state, metrics = program.step(state, program.place(batch))
+        finite.append(metrics.finite)
+    return leaves(program.setup, state.params), _skipped(finite)
+
+
+def _skipped(finite: list[jax.Array]) -> tuple[int, ...]:
+    return tuple(n for n, applied in enumerate(finite, 1) if not applied)
 
 
 def _begin(setup: Setup, state: TrainState, start: Leaves) -> TrainState:

@@ -17,6 +17,8 @@ from jaxmeg.verify.certificate import Certificate, Check
 from jaxmeg.wording import any_of
 
 WIDTH = 140  # of tables, also on a narrower terminal
+NOT_COMPARED = ("16-bit arithmetic and loss scaling, cuDNN attention (where it ran on CPUs), evaluation, sampling, saving and resuming, "
+                "the order of the data, several processes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +45,8 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {"passed": self.passed, "command": self.command, "devices": self.devices, "arithmetic": self.arithmetic,
-                "shrunk": self.shrunk, "at_fault": self.at_fault, "smallest": self.smallest, "minutes": round(self.minutes, 2),
-                "certificates": [certificate.as_dict() for certificate in self.certificates]}
+                "not_compared": NOT_COMPARED, "shrunk": self.shrunk, "at_fault": self.at_fault, "smallest": self.smallest,
+                "minutes": round(self.minutes, 2), "certificates": [certificate.as_dict() for certificate in self.certificates]}
 
 
 def write(report: Report, out: Path) -> list[Path]:
@@ -68,10 +70,10 @@ def show(report: Report, console: Console) -> None:
 
 
 def head(report: Report, console: Console) -> None:
-    rows = [("verify", report.command), ("devices", report.devices), ("arithmetic", report.arithmetic)]
+    rows = [("verify", report.command), ("devices", report.devices), ("arithmetic", report.arithmetic), ("not compared", NOT_COMPARED)]
     rows += [("smaller" if n == 0 else "", change) for n, change in enumerate(report.shrunk or ["nothing"])]
     for label, text in rows:
-        _print(console, f"{label:<12}{text}")
+        _print(console, f"{label:<14}{text}")
     console.print()
 
 
