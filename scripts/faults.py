@@ -31,11 +31,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
     parser.add_argument("--out", type=Path, help="Markdown page to write, with a .json beside it; with --only its other rows stay")
     args = parser.parse_args(argv)
-    rows = {}
+    rows, started_at = {}, commit()  # the page that is written below is a changed file too
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         bench = Bench(Path(folder))
         for name in args.only or FAULTS:
-            row = try_fault(FAULTS[name], bench, args.times, args.seed, commit())
+            row = try_fault(FAULTS[name], bench, args.times, args.seed, started_at)
             rows[name] = row.to_json()
             tried = row.not_tried or f"tried {row.tried}, exit {row.codes}, lost {row.lost}, the same {row.same[0]} of {row.same[1]}"
             print("\n    ".join([f"{name:<18} {tried}", *row.said, *(f"NOT AS IT SHOULD BE: {text}" for text in row.wrong)]), flush=True)
