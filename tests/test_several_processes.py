@@ -79,13 +79,8 @@ def test_what_four_processes_saved_goes_on_in(count, layout, of_four, straight, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "layout"), [
-    (4, ["--mesh", "pp=2,dp=2,tp=2", "--zero", "3"]),
-    (4, ["--mesh", "rep=2,dp=4", "--zero", "2"]),
-    (2, ["--mesh", "pp=2,dp=2,tp=2", "--zero", "2", "--schedule", "gpipe"]),
-], ids=lambda value: " ".join(value) if isinstance(value, list) else f"{value} processes")
-def test_eight_devices(count, layout, straight, tmp_path):
-    assert_well(in_processes(count, tmp_path, *RUN, *layout, "--emulate", "8"))
+def test_eight_devices_of_four_processes(straight, tmp_path):
+    assert_well(in_processes(4, tmp_path, *RUN, "--mesh", "pp=2,dp=2,tp=2", "--zero", "3", "--emulate", "8"))
     assert_same(tmp_path, straight)
 
 
