@@ -112,8 +112,8 @@ def assert_near(folder: Path, want: Path) -> None:
 
 def test_two_processes_train_the_same_model_and_one_goes_on(sources, straight, tmp_path):
     """Five updates in two processes of two devices, five in one process on another layout: the losses of one device."""
-    first, second = in_two_processes(*TINY, *sources, "--mesh", "dp=4", "--zero", "3", "--emulate", "4", "--steps", str(STEPS), "--train.stop_after", "5",
-                                     cwd=tmp_path)
+    first, second = in_two_processes(*TINY, *sources, "--mesh", "dp=4", "--zero", "3", "--emulate", "4", "--steps", str(STEPS),
+                                     "--train.stop_after", "5", cwd=tmp_path)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "4 x cpu of 2 processes" in first.stdout and "loss" not in second.stdout
     rest = train("--resume", "runs/demo", "--mesh", "tp=2,pp=2", cwd=tmp_path)
