@@ -55,7 +55,7 @@ def test_a_link_that_is_cut_ends_both_sides_and_the_run_goes_on_to_the_bit(hosts
         assert one.code == STUCK and not one.has_traceback, one.err
         assert sum(line.startswith("error:") for line in one.err.splitlines()) == 1, one.err
     assert "process 1 (node-b, pid" in ended[0].line and "is gone" in ended[0].line
-    assert "process 0 (node-a, pid" in ended[1].line and "is gone" in ended[1].line
+    assert "process 0 (node-a, pid" in ended[1].line and "does not answer" in ended[1].line
     assert place.steps and place.lost <= 2 * EVERY
     for one in train_on(hosts, place, "--resume", "runs/demo"):
         assert one.code == 0, one.err
