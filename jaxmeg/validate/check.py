@@ -1,7 +1,7 @@
 """All rules of a config in one pass: every violation at once, each as one line of value, rule and fix.
 
-The rules themselves stand in `value_rules` (single values) and `mesh_rules` (how sizes fit a mesh). Needs no jax, so
-a bad config is refused before anything slow is imported.
+The rules themselves stand in `value_rules` (single values), `mesh_rules` (how sizes fit a mesh), `run_rules` (reading, saving,
+starting) and `module_rules` (a module of the user's). Needs no jax, so a bad config is refused before anything slow is imported.
 """
 
 from __future__ import annotations
