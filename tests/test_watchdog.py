@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -441,6 +442,7 @@ def test_a_killed_process_ends_the_other(tmp_path, killed):
     for line in running[0].stdout:
         if line.startswith("step    10/"):
             break
+    time.sleep(3)  # looks are 2.5 s apart: each has heard the other
     running[killed].send_signal(signal.SIGKILL)
     said = errors(running)[1 - killed]
     assert (running[killed].returncode, running[1 - killed].returncode) == (-signal.SIGKILL, STUCK), said

@@ -107,7 +107,7 @@ class Watchdog:
 
     # ---------------------------------------------------------------- looking
     def _watch(self) -> None:
-        while not self._closed.wait(1.0 if self._unreachable else self.period):
+        while not self._closed.wait(1.0 if self._unreachable or not self._last else self.period):  # who the others are is needed early
             if self.look():
                 return
 
