@@ -118,6 +118,9 @@ class LayoutConfig:
     """YAML file that maps a dim to mesh axes, for example "heads: []"; overrides entries of the default rule table."""
     remat: str = "none"
     """What the backward pass recomputes: none, selective (all but named tensors) or full (whole layers)."""
+    scan_layers: bool = True
+    """Run the layers in a loop of the compiled program. false writes each layer out: with one stage and one microbatch less is copied
+    and held, with more of them more is; compiling takes longer with every layer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,8 +101,8 @@ def build(config: Config, devices: Sequence[Any], platform: str | None = None, o
     placement = place_layers(arch.num_layers, resolved.mesh[Axis.PP], resolved.chunks)
     options = Options(dtype=jnp.dtype(DTYPES[compute]), kernel=kernel, dropout=config.train.dropout)
     vocab_axes = tuple(axis for axis in resolved.rules["vocab"] if resolved.mesh[Axis(axis)] > 1)
-    model = own or Decoder(arch=arch, options=options, remat=config.layout.remat, vocab_rows=resolved.padded_vocab,
-                           vocab_axes=vocab_axes)
+    model = own or Decoder(arch=arch, options=options, remat=config.layout.remat, scan_layers=config.layout.scan_layers,
+                           vocab_rows=resolved.padded_vocab, vocab_axes=vocab_axes)
     dims, rules = model.dims, RULES if own else resolved.rules
     layout = make_layout(mesh, rules, config.layout.zero, parameter_shapes(model, placement.num_rows), dims)
     return Setup(

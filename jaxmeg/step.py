@@ -118,7 +118,7 @@ def work_of(setup: Setup, params: Any, rows: Rows, weights: jax.Array, key: jax.
     key = jnp.zeros(2, jnp.uint32) if key is None else key
     batch = parallel.vary(Batch(rows.inputs, rows.labels, weights, index.astype(jnp.int32), key, rows.segments))
     return Work(model, setup.layout, _compute_weights(setup, params), batch, setup.layer_of_row,
-                setup.resolved.chunks, DTYPES[setup.config.precision.reduce])
+                setup.resolved.chunks, DTYPES[setup.config.precision.reduce], setup.config.layout.scan_layers)
 
 
 def _grads_body(setup: Setup, params: Any, rows: Rows, key: jax.Array, scale: jax.Array):

@@ -52,6 +52,7 @@ class Row(NamedTuple):
     rows: int = ROWS
     optimizer: str = "sgd"
     packed: bool = False
+    scan_layers: bool = True
 
     @property
     def name(self) -> str:
@@ -104,7 +105,7 @@ def config_of(row: Row) -> Config:
                                 **({"loss_scale_init": 2.0**12} if row.compute == "fp16" else {}))
     return Config(
         model=ModelConfig(**ARCHS[row.arch]), mesh=MeshConfig(**{"dp": 1, **row.sizes}),
-        layout=LayoutConfig(zero=row.zero, remat=row.remat, rules=rules),
+        layout=LayoutConfig(zero=row.zero, remat=row.remat, rules=rules, scan_layers=row.scan_layers),
         pipeline=PipelineConfig(schedule=row.schedule, chunks=row.chunks, microbatch=row.microbatch), optim=optim, precision=precision,
         data=DataConfig(seq_len=TOKENS, global_batch=row.rows), train=TrainConfig(steps=UPDATES, dropout=row.dropout))
 

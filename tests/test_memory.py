@@ -2,12 +2,14 @@
 
 import math
 import re
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import pytest
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 from parity import TOKENS, Row, config_of
 
 from jaxmeg.config import Config, LayoutConfig, MeshConfig
@@ -69,6 +71,7 @@ def kept(B: int, tp: int, remat: str) -> int:
     (Row(mesh="pp=2,tp=2", remat="full"), 3, 2, 4, 2),
     (Row(mesh="pp=2,tp=2", schedule="gpipe"), 5, 2, 4, 2),  # all M, and one that idle stages write
     (Row(mesh="dp=2"), 1, 4, 8, 1),  # no pipeline: one microbatch, all layers
+    (Row(mesh="dp=2", scan_layers=False), 1, 4, 8, 1),
 ], ids=lambda value: getattr(value, "name", None))
 def test_the_ring_by_formula(row, slots, layers, B, tp):
     assert ring_bytes(*ready(row)) == 4 * slots * layers * kept(B, tp, row.remat)
@@ -86,6 +89,25 @@ def test_the_ring_is_in_the_compiled_program_and_the_lines_add_up():
                            + stats.temp_size_in_bytes)
     batch = 16 * TOKENS * (4 + 4 + 1)  # ids, labels, mask; the rest is scalars
     assert batch <= lines.rest <= batch + 512 and lines.temporaries > 0
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+@pytest.mark.parametrize("row", [PIPELINE, Row(), Row(scan_layers=False)], ids=lambda row: row.name)
+def test_slots_are_written_without_a_look_at_what_was_there(row):
+    """A scatter selects between old and new, for an index that may be outside. With one microbatch gradients are not added either,
+    but for those of the token table's rows."""
+    setup, rows = ready(row)
+    traced = make_train_step(setup).trace(abstract_state(setup), rows).jaxpr
+    found = [(e.primitive.name, e.invars[0].aval.shape) for e in equations(traced.jaxpr) if e.primitive.name.startswith("scatter")]
+    assert "scatter" not in dict(found)
+    if row != PIPELINE:
+        assert found == [("scatter-add", (V, D))]
 
 
 def test_lines_of_an_account():

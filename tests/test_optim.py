@@ -297,7 +297,7 @@ def test_gradients_of_257_microbatches_are_summed_in_fp32(mesh: dict[str, int], 
         ids = jnp.zeros((M, 1, 1), jnp.int32)
         batch = parallel.vary(Batch(ids, ids, weights, ids[:, :, 0], jnp.zeros(2, jnp.uint32)))
         gathered = layout.gather(parallel.vary(params), layout.leaves, "step")
-        work = Work(Adder(), layout, gathered, batch, np.arange(layers).reshape(pp, -1), 1, jnp.float32)
+        work = Work(Adder(), layout, gathered, batch, np.arange(layers).reshape(pp, -1), 1, jnp.float32, True)
         loss, grads = loss_and_grads(work, table)
         return jax.lax.psum(loss, parallel.AXES), layout.reduce(layout.scatter(grads, layout.leaves, "step", jnp.float32))
 

@@ -71,6 +71,12 @@ FP32 = [
     Row("pp=2,rep=2,dp=2", zero=1, arch="llama6", remat="full"),
     Row("pp=2,dp=2,tp=2", zero=3, arch="llama6", microbatch=2, rows=12),
     Row("pp=2,dp=2,tp=2", zero=2, arch="gpt2_untied5", schedule="gpipe"),
+    # layers written out instead of looped over
+    Row(scan_layers=False),
+    Row(scan_layers=False, microbatch=2, remat="full"),
+    Row("pp=2,dp=2,tp=2", zero=3, scan_layers=False),
+    Row("pp=4", arch="llama6", scan_layers=False, remat="selective"),
+    Row("pp=2,tp=2,dp=2", zero=2, schedule="interleaved", chunks=2, arch="llama6", scan_layers=False, packed=True),
     # several documents a row
     Row(packed=True),
     Row("pp=2,dp=2,tp=2", zero=3, schedule="interleaved", chunks=2, packed=True),

@@ -55,6 +55,7 @@ class Case:
     chunks: int = 1
     remat: str = "none"
     bf16: bool = False
+    scan_layers: bool = True
     vocab_axes: tuple[str, ...] = ("pp", "tp")
 
     def __str__(self) -> str:
@@ -68,7 +69,7 @@ class Case:
                 preset="llama3.1-8b", vocab_size=self.vocab, num_layers=self.layers, embed_dim=self.embed, mlp_dim=self.mlp,
                 num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim),
             mesh=config.MeshConfig(pp=self.pp, rep=self.rep, dp=self.dp, tp=self.tp),
-            layout=config.LayoutConfig(zero=self.zero, remat=self.remat, rules=rules),
+            layout=config.LayoutConfig(zero=self.zero, remat=self.remat, rules=rules, scan_layers=self.scan_layers),
             pipeline=config.PipelineConfig(
                 schedule=self.schedule, chunks=self.chunks if self.chunks > 1 else None, microbatch=self.rows),
             data=config.DataConfig(seq_len=self.seq, global_batch=self.microbatches * self.rows * self.rep * self.dp),

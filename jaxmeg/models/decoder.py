@@ -106,6 +106,8 @@ class Decoder:
     arch: Arch
     options: Options
     remat: str
+    scan_layers: bool
+    """Whether layers run in a loop; written out, the compiler must be kept from keeping what `remat` says to redo."""
     vocab_rows: int
     """Rows of the token tables: vocab_size, padded until the mesh divides it."""
     vocab_axes: tuple[str, ...]
@@ -151,7 +153,7 @@ class Decoder:
         def run(params: Any, x: jax.Array, layer: jax.Array, context: Context) -> jax.Array:
             return self.parts["layers"].bind(params)(x, layer, context)
         policy = jax.checkpoint_policies.save_only_these_names(*REMAT[self.remat])
-        return jax.checkpoint(run, policy=policy, prevent_cse=False)(params, x_BtD, layer, context)
+        return jax.checkpoint(run, policy=policy, prevent_cse=not self.scan_layers)(params, x_BtD, layer, context)
 
     def head_params(self, params: Any) -> Any:
         """The parts that `loss` and `next_token_logits` read: a tied head brings the embedding."""

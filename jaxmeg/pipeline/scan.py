@@ -63,6 +63,13 @@ def positions_in_segments(segments_BT: jax.Array) -> jax.Array:
     return index - lax.cummax(jnp.where(segments_BT != before, index, jnp.zeros_like(index)), axis=1)
 
 
+def put(x: jax.Array, value: jax.Array, *index: jax.Array) -> jax.Array:
+    """x with x[index] = value, in place where the compiler can. A table's index is always inside; `x.at[index].set` also reads and
+    selects the old value, for one that may not be."""
+    value = value.reshape((1,) * len(index) + value.shape)
+    return lax.dynamic_update_slice(x, value, (*index, *[jnp.zeros_like(index[0])] * (x.ndim - len(index))))
+
+
 def f32(tree: Tree) -> Tree:
     """Compute-dtype weights typed as fp32, so that their gradients come back in fp32 (see precision.dot)."""
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
@@ -72,9 +79,10 @@ class Work:
     """The five kinds of work of one rank, E F H B G, on its local weights and rows."""
 
     def __init__(self, model: Model, layout: Layout, weights: Tree, batch: Batch, layer_of_row: np.ndarray,
-                 num_chunks: int, reduce_dtype: Any):
+                 num_chunks: int, reduce_dtype: Any, scan_layers: bool):
         """layer_of_row: int [stages, rows of a stage], the layer in each memory row, -1 where a shorter stage has none."""
         self.model, self.layout, self.weights, self.batch, self.reduce_dtype = model, layout, weights, batch, reduce_dtype
+        self.scan_layers = scan_layers
         self.layers_per_chunk = layer_of_row.shape[1] // num_chunks
         self.uneven = bool((layer_of_row < 0).any())
         self.layer_of_row = parallel.vary(jnp.asarray(layer_of_row, jnp.int32))[parallel.stage()]
@@ -107,10 +115,15 @@ class Work:
         return self.add(grads, dparams), parallel.only_on(parallel.reports_loss(), loss), dy
 
     # ---------------------------------------------------------------- F and B: one chunk of layers
-    def layer(self, chunk: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array, Tree]:
-        """(memory row, layer index or -1, weights put together) of the chunk's i-th layer."""
+    def layer(self, chunk: jax.Array, i: Any, after: jax.Array | None = None) -> tuple[jax.Array, jax.Array, Tree]:
+        """(memory row, layer index or -1, weights put together) of the chunk's i-th layer.
+
+        after: ZeRO 3 gathers again once this is known. Written-out layers would else gather once, and hold all weights until then.
+        """
         row = chunk * self.layers_per_chunk + i
         picked = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, 0, keepdims=False), self.weights["layers"])
+        if after is not None and not self.scan_layers and self.layout.zero.gather_weights == "use":
+            picked, _ = lax.optimization_barrier((picked, after))
         return row, self.layer_of_row[row], f32(self.layout.gather(picked, self.layout.leaves["layers"], "use"))
 
     def apply(self, w: Tree, x: jax.Array, layer: jax.Array, context: Context) -> jax.Array:
@@ -139,12 +152,33 @@ class Work:
             return kept
         return jax.eval_shape(trace, self.activation), rebuild
 
-    def empty_ring(self, slots: int) -> list[jax.Array]:
-        """Residuals of `slots` (chunk, microbatch) pairs: leaves [slots, layers of a chunk, ...]."""
-        return [parallel.vary(jnp.zeros((slots, self.layers_per_chunk, *k.shape), k.dtype)) for k in self.kept]
+    def each_layer(self, one: Callable[[Any, Any], Any], carry: Any, reverse: bool = False) -> Any:
+        """carry = one(carry, i) for every layer i of a chunk: in a loop of the program, or written out layer by layer."""
+        if self.scan_layers:
+            layers = parallel.vary(jnp.arange(self.layers_per_chunk, dtype=jnp.int32))
+            return lax.scan(lambda carry, i: (one(carry, i), None), carry, layers, reverse=reverse)[0]
+        for i in reversed(range(self.layers_per_chunk)) if reverse else range(self.layers_per_chunk):
+            carry = one(carry, i)
+        return carry
+
+    def empty_ring(self, slots: int) -> Tree:
+        """Residuals of `slots` (chunk, microbatch) pairs: leaves [slots, layers of a chunk, ...], or with layers written out one
+        list a layer of leaves [slots, ...]; of one slot the compiler then keeps the values where they were made."""
+        def empty(*sizes: int) -> list[jax.Array]:
+            return [parallel.vary(jnp.zeros((*sizes, *k.shape), k.dtype)) for k in self.kept]
+        return empty(slots, self.layers_per_chunk) if self.scan_layers else [empty(slots) for _ in range(self.layers_per_chunk)]
+
+    def keep(self, ring: Tree, kept: list[jax.Array], slot: jax.Array, i: Any) -> Tree:
+        """The ring with what layer i keeps in a slot."""
+        if self.scan_layers:
+            return [put(leaf, k, slot, i) for leaf, k in zip(ring, kept, strict=True)]
+        return [[put(leaf, k, slot) for leaf, k in zip(own, kept, strict=True)] if j == i else own for j, own in enumerate(ring)]
+
+    def take(self, ring: Tree, slot: jax.Array, i: Any) -> list[jax.Array]:
+        return [leaf[slot, i] for leaf in ring] if self.scan_layers else [leaf[slot] for leaf in ring[i]]
 
     @jax.named_scope("forward.stage")
-    def forward(self, ring: list[jax.Array], x: jax.Array, microbatch: jax.Array, chunk: jax.Array, slot: jax.Array):
+    def forward(self, ring: Tree, x: jax.Array, microbatch: jax.Array, chunk: jax.Array, slot: jax.Array):
         """(ring with the chunk's residuals in `slot`, output)."""
         context = self.batch.context(microbatch)
 
@@ -153,9 +187,9 @@ class Work:
             x, ring = carry
             _, layer, w = self.layer(chunk, i)
             y, kept, _ = self._layer_vjp(w, x, layer, context)
-            return (y, [leaf.at[slot, i].set(k) for leaf, k in zip(ring, kept, strict=True)]), None
+            return y, self.keep(ring, kept, slot, i)
 
-        (y, ring), _ = lax.scan(one, (x, ring), self.chunk_layers())
+        y, ring = self.each_layer(one, (x, ring))
         return ring, y
 
     @jax.named_scope("forward.stage")
@@ -165,27 +199,30 @@ class Work:
         @jax.named_scope("layer")
         def one(x, i):
             _, layer, w = self.layer(chunk, i)
-            return self.apply(w, x, layer, context), None
+            return self.apply(w, x, layer, context)
 
-        return lax.scan(one, x, self.chunk_layers())[0]
+        return self.each_layer(one, x)
 
     @jax.named_scope("backward.stage")
-    def backward(self, ring: list[jax.Array], grads: Tree, dy: jax.Array, microbatch: jax.Array, chunk: jax.Array, slot: jax.Array):
-        """(gradients with the chunk's added, dx). With dy = 0 on any finite residuals it adds exact zeros."""
+    def backward(self, ring: Tree, grads: Tree, dy: jax.Array, microbatch: jax.Array, chunk: jax.Array, slot: jax.Array,
+                 first: bool = False):
+        """(gradients with the chunk's added, dx). With dy = 0 on any finite residuals it adds exact zeros. first: nothing has been
+        added to the layers' gradients yet, so that they need not be read."""
         tree, recipe = self.rebuild
         context = self.batch.context(microbatch)
 
         @jax.named_scope("layer")
         def one(carry, i):
             dy, layers = carry
-            row, layer, w = self.layer(chunk, i)
+            row, layer, w = self.layer(chunk, i, after=dy)
             known = jax.tree.leaves((w, layer, context))
-            vjp = jax.tree.unflatten(tree, [known[j] if is_known else ring[j][slot, i] for is_known, j in recipe])
+            kept = self.take(ring, slot, i)
+            vjp = jax.tree.unflatten(tree, [known[j] if is_known else kept[j] for is_known, j in recipe])
             dw, dx = vjp(dy)
             dw = self.layout.scatter(dw, self.layout.leaves["layers"], "use", self.reduce_dtype)
-            return (dx, jax.tree.map(lambda g, d: g.at[row].add(d), layers, dw)), None
+            return dx, jax.tree.map(lambda g, d: put(g, d, row) if first else g.at[row].add(d), layers, dw)
 
-        (dx, layers), _ = lax.scan(one, (dy, grads["layers"]), self.chunk_layers(), reverse=True)
+        dx, layers = self.each_layer(one, (dy, grads["layers"]), reverse=True)
         return {**grads, "layers": layers}, dx
 
     # ---------------------------------------------------------------- weights and gradients
@@ -201,9 +238,6 @@ class Work:
     def zero_grads(self) -> Tree:
         return self.layout.map(lambda leaf: parallel.vary(jnp.zeros(self.layout.grad_shape(leaf), jnp.float32)))
 
-    def chunk_layers(self) -> jax.Array:
-        return parallel.vary(jnp.arange(self.layers_per_chunk, dtype=jnp.int32))
-
 
 # ------------------------------------------------------------------ one stage: plain gradient accumulation
 def _accumulate(work: Work, num_microbatches: int) -> tuple[jax.Array, Tree]:
@@ -214,7 +248,7 @@ def _accumulate(work: Work, num_microbatches: int) -> tuple[jax.Array, Tree]:
         loss, ring, grads = carry
         ring, y = work.forward(ring, work.embed(m), m, zero, zero)
         grads, microbatch_loss, dy = work.head(grads, m, y)
-        grads, dx = work.backward(ring, grads, dy, m, zero, zero)
+        grads, dx = work.backward(ring, grads, dy, m, zero, zero, first=num_microbatches == 1)
         return (loss + microbatch_loss, ring, work.embed_backward(grads, m, dx)), None
 
     start = (parallel.vary(jnp.float32(0)), work.empty_ring(1), work.zero_grads())
@@ -261,7 +295,7 @@ def _pipeline(work: Work, table: Table) -> tuple[jax.Array, Tree]:
             ring, y = work.forward(ring, inbox[r["f_src"]], r["f_mb"], r["f_chunk"], r["f_slot"])
         if "H" in kind and y is not None:
             grads, microbatch_loss, dy = work.head(grads, r["h_mb"], y)
-            loss, inbox_dy = loss + microbatch_loss, inbox_dy.at[r["h_dst"]].set(dy)
+            loss, inbox_dy = loss + microbatch_loss, put(inbox_dy, dy, r["h_dst"])
         if "G" in kind:
             arrived = parallel.only_on(last & (r["g_ok"] > 0), inbox_dy[r["g_src"]])
             grads = work.embed_backward(grads, r["g_mb"], arrived)
@@ -269,11 +303,11 @@ def _pipeline(work: Work, table: Table) -> tuple[jax.Array, Tree]:
             dy = parallel.only_on(r["b_ok"] > 0, inbox_dy[r["b_src"]])
             grads, dx = work.backward(ring, grads, dy, r["b_mb"], r["b_chunk"], r["b_slot"])
         if y is not None:
-            inbox = inbox.at[r["xf_dst"]].set(parallel.send_forward(y))
+            inbox = put(inbox, parallel.send_forward(y), r["xf_dst"])
         if "E" in kind:
-            inbox = inbox.at[r["e_dst"]].set(work.embed(r["e_mb"]))
+            inbox = put(inbox, work.embed(r["e_mb"]), r["e_dst"])
         if dx is not None:
-            inbox_dy = inbox_dy.at[r["xb_dst"]].set(parallel.send_backward(dx))
+            inbox_dy = put(inbox_dy, parallel.send_backward(dx), r["xb_dst"])
         return {"forward": inbox, "backward": inbox_dy, "ring": ring, "grads": grads, "loss": loss}
 
     carry = _run_table(table, tick, {
@@ -309,11 +343,11 @@ def outputs(work: Work, table: Table, read: Callable[[jax.Array, jax.Array], jax
             y = work.forward_only(inbox[r["f_src"]], r["f_mb"], r["f_chunk"])
         if "H" in kind and y is not None:
             value = read(parallel.from_last_stage(y), r["h_mb"])
-            out = out.at[r["h_mb"]].set(value)
+            out = put(out, value, r["h_mb"])
         if y is not None:
-            inbox = inbox.at[r["xf_dst"]].set(parallel.send_forward(y))
+            inbox = put(inbox, parallel.send_forward(y), r["xf_dst"])
         if "E" in kind:
-            inbox = inbox.at[r["e_dst"]].set(work.embed(r["e_mb"]))
+            inbox = put(inbox, work.embed(r["e_mb"]), r["e_dst"])
         return {"forward": inbox, "out": out}
 
     shape = jax.eval_shape(read, work.activation, parallel.vary(jnp.int32(0)))

@@ -32,13 +32,15 @@ def is_legal(config: Config) -> bool:
 
 
 def layout_name(config: Config) -> str:
-    """`pp=2,tp=2, ZeRO 3, 1f1b`, with remat where there is some."""
+    """`pp=2,tp=2, ZeRO 3, 1f1b`, with remat and layers written out where there are."""
     pipeline, pp = config.pipeline, config.mesh.pp
     parts = [named_axes(config.mesh) if num_devices(config) > 1 else "one device", f"ZeRO {config.layout.zero}"]
     if pp > 1:
         parts.append((pipeline.schedule or "1f1b") + (f" x {pipeline.chunks}" if pipeline.chunks else ""))
     if config.layout.remat != "none":
         parts.append(f"remat {config.layout.remat}")
+    if not config.layout.scan_layers:
+        parts.append("layers written out")
     return ", ".join(parts)
 
 
@@ -77,7 +79,8 @@ def _pipelines(pipeline: PipelineConfig, pp: int) -> list[PipelineConfig]:
 
 # ---------------------------------------------------------------- parts switched off, sizes halved
 def switched_off(config: Config) -> dict[str, Config]:
-    """What the layout has -> the config without it: a mesh axis, ZeRO, the schedule, chunks, microbatches, remat, rules, dropout."""
+    """What the layout has -> the config without it: a mesh axis, ZeRO, the schedule, chunks, microbatches, remat, layers written out,
+    rules, dropout."""
     layout, pipeline, off = config.layout, config.pipeline, {}
     for axis in MESH_AXES:
         if _size(config, axis) > 1:
@@ -89,6 +92,7 @@ def switched_off(config: Config) -> dict[str, Config]:
             off["pipeline.chunks"] = replace(config, pipeline=replace(pipeline, schedule="1f1b", chunks=None))
     off["pipeline.microbatch"] = replace(config, pipeline=replace(pipeline, microbatch=None))
     off["layout.remat"] = replace(config, layout=replace(layout, remat="none"))
+    off["layout.scan_layers"] = replace(config, layout=replace(layout, scan_layers=True))
     off["layout.rules"] = replace(config, layout=replace(layout, rules=None))
     off["train.dropout"] = replace(config, train=replace(config.train, dropout=0.0))
     return {name: without for name, without in off.items() if without != config and is_legal(without)}
