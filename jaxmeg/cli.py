@@ -77,6 +77,12 @@ def config_of(values: Mapping[str, Any] | str | Path) -> Config:
     return read([f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()])
 
 
+def given_keys(argv: Sequence[str]) -> frozenset[str]:
+    """The keys that a command line or its config files name, of one that `read` accepts."""
+    paths, overrides, _, _ = _read_argv(argv)
+    return frozenset(key for key, _ in overrides).union(*(_read_file(path)[0] for path in paths))
+
+
 def read(argv: Sequence[str]) -> Config:
     """Like `parse`, but raises ConfigError."""
     parser = _make_parser()

@@ -64,7 +64,7 @@ class LeafLayout:
         return PartitionSpec(*(entry if len(entry) != 1 else entry[0] for entry in (e or (None,) for e in entries)))
 
 
-def _place(path: str, shape: tuple[int, ...], dims: tuple[str, ...], rules: Mapping[str, tuple[str, ...]],
+def place_leaf(path: str, shape: tuple[int, ...], dims: tuple[str, ...], rules: Mapping[str, tuple[str, ...]],
            sizes: Mapping[str, int], zero: ZeroStage) -> LeafLayout:
     if len(dims) != len(shape):
         raise LayoutError(f"{path}: {len(dims)} dims {dims} for shape {shape}: name every dim")
@@ -169,7 +169,7 @@ def make_layout(mesh: Mesh, rules: Mapping[str, tuple[str, ...]], zero: int, sha
     """
     paths = jax.tree_util.tree_map_with_path(lambda path, _: jax.tree_util.keystr(path, simple=True, separator="."), shapes)
     leaves = jax.tree.map(
-        lambda path, x, names: _place(path, tuple(x.shape), names, rules, dict(mesh.shape), ZERO[zero]),
+        lambda path, x, names: place_leaf(path, tuple(x.shape), names, rules, dict(mesh.shape), ZERO[zero]),
         paths, shapes, dims)
     return Layout(mesh=mesh, rules=rules, zero=ZERO[zero], leaves=leaves)
 

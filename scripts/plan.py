@@ -1,0 +1,78 @@
+"""Which layout for a model on so many GPUs: will it fit, how fast, and why. Needs no GPU.
+
+python scripts/plan.py --model llama3.1-70b --gpus 64xH100-80G --seq 8192 --global_batch 512
+python scripts/plan.py --model llama3.1-8b --gpus 8xA100-80G --mesh tp=4,pp=2 --explain    # what is given stays as it is
+"""
+
+import argparse
+import json
+import sys
+from typing import NoReturn
+
+from rich.console import Console
+
+from jaxmeg import cli
+from jaxmeg.config import Config
+from jaxmeg.planner.chips import ChipError, Cluster, known_chips, parse_cluster, read_chips
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line and exit code 2."""
+        self.exit(2, f"error: {message}\n")
+
+
+def main(argv: list[str]) -> None:
+    parser = Parser(description="Ranks the legal layouts of a model on so many GPUs by predicted speed within memory. All options of "
+                    "scripts/train.py besides: what is given is fixed, everything else of the layout is tried.", allow_abbrev=False)
+    parser.add_argument("--gpus", required=True, metavar="COUNTxCHIP", help=f"for example 8xH100-80G; chips: {', '.join(known_chips())}")
+    parser.add_argument("--chips", metavar="FILE", help="YAML of further chips, written like jaxmeg/planner/chips.yaml")
+    parser.add_argument("--seq", dest="seq_len", metavar="TOKENS", help="short for --seq_len")
+    parser.add_argument("--top", type=int, default=8, help="layouts shown (default: 8)")
+    parser.add_argument("--explain", action="store_true", help="print the formula behind every number")
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    args, rest = parser.parse_known_args(argv)
+    if args.seq_len:
+        rest += ["--seq_len", args.seq_len]
+    if args.top < 1:
+        parser.error(f"--top {args.top} shows nothing: use 1 or more")
+    config = cli.parse(rest)
+    try:
+        cluster = parse_cluster(args.gpus, read_chips(args.chips) if args.chips else None)
+    except ChipError as error:
+        parser.error(str(error))
+    given = cli.given_keys(rest)
+    _refuse(config, cluster)
+    show(config, cluster, given, args)
+
+
+def _refuse(config: Config, cluster: Cluster) -> None:
+    """What no layout could mend."""
+    from jaxmeg.planner.search import hopeless
+    if found := hopeless(config, cluster):
+        cli.fail(found)
+
+
+def show(config: Config, cluster: Cluster, given: frozenset[str], args: argparse.Namespace) -> None:
+    from jaxmeg.planner import text
+    from jaxmeg.planner.search import enough, search
+    from jaxmeg.validate.check import problems
+    found = search(config, cluster, given, args.top)
+    if not found.tried:
+        cli.fail(problems(config, cluster.count) or [f"no mesh of {cluster.count} GPUs divides the model's sizes and "
+                 f"data.global_batch={config.data.global_batch} as given: give less, or another batch"])
+    best = (found.fitting or found.nearest)[0]
+    if args.json:
+        print(json.dumps([text.as_dict(plan) for plan in found.fitting or found.nearest], indent=2))
+    else:
+        console = Console(highlight=False, width=text.WIDTH)
+        text.show_ranking(found, cluster, console)
+        text.show_plan(best, cluster, console, args.explain)
+    if not found.fitting:
+        more = enough(config, cluster, given)
+        cli.fail([f"nothing fits {cluster}: the smallest layout needs {best.memory.total / 2**30:.1f} GiB of "
+                  f"{best.budget / 2**30:.1f}: " + (f"use {more} or more" if more else "use other GPUs, or a smaller model")])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
