@@ -7,13 +7,16 @@ python scripts/plan.py --model llama3.1-8b --gpus 8xA100-80G --mesh tp=4,pp=2 --
 import argparse
 import json
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
 from jaxmeg import cli
 from jaxmeg.config import Config
 from jaxmeg.planner.chips import ChipError, Cluster, known_chips, parse_cluster, read_chips
+
+if TYPE_CHECKING:
+    from jaxmeg.planner.search import Plan
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,6 +33,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seq", dest="seq_len", metavar="TOKENS", help="short for --seq_len")
     parser.add_argument("--top", type=int, default=8, help="layouts shown (default: 8)")
     parser.add_argument("--explain", action="store_true", help="print the formula behind every number")
+    parser.add_argument("--check", action="store_true", help="compile the real train step of the best layout, without a GPU")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     args, rest = parser.parse_known_args(argv)
     if args.seq_len:
@@ -41,6 +45,9 @@ def main(argv: list[str]) -> None:
         cluster = parse_cluster(args.gpus, read_chips(args.chips) if args.chips else None)
     except ChipError as error:
         parser.error(str(error))
+    if args.check:
+        from jaxmeg import _compat
+        _compat.prepare_gpu_topology()
     given = cli.given_keys(rest)
     _refuse(config, cluster)
     show(config, cluster, given, args)
@@ -68,10 +75,24 @@ def show(config: Config, cluster: Cluster, given: frozenset[str], args: argparse
         console = Console(highlight=False, width=text.WIDTH)
         text.show_ranking(found, cluster, console)
         text.show_plan(best, cluster, console, args.explain)
+    if args.check:
+        check(best, cluster)
     if not found.fitting:
         more = enough(config, cluster, given)
         cli.fail([f"nothing fits {cluster}: the smallest layout needs {best.memory.total / 2**30:.1f} GiB of "
                   f"{best.budget / 2**30:.1f}: " + (f"use {more} or more" if more else "use other GPUs, or a smaller model")])
+
+
+def check(best: "Plan", cluster: Cluster) -> None:
+    from jaxmeg.planner.check import compile_plan, target_of
+    from jaxmeg.planner.text import WIDTH, show_check
+    if (target := target_of(cluster.chip)) is None:
+        cli.fail([f"--check: there is no description of a {cluster.chip.name} to compile for: leave it out, or use another chip"])
+    try:
+        checked = compile_plan(best, cluster, target)
+    except RuntimeError as error:
+        cli.fail([f'--check: the compiler for NVIDIA GPUs could not be used ({str(error).splitlines()[0]}): pip install "jaxmeg[aot]"'])
+    show_check(best, checked, Console(highlight=False, width=WIDTH))
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ from jaxmeg import cli
 from jaxmeg.config import Config, resolve
 from jaxmeg.hardware import PEAK_TFLOPS, peak_tflops
 from jaxmeg.pipeline.schedules import make_table
-from jaxmeg.planner import paper
-from jaxmeg.planner.chips import ChipError, known_chips, parse_cluster, read_chips
-from jaxmeg.planner.leaves import placed_leaves
-from jaxmeg.planner.memory import inbox_slots, kept_bytes, plan_memory, ring_slots, sizes_of
-from jaxmeg.planner.search import candidates, enough, judge, search
-from jaxmeg.planner.text import command
-from jaxmeg.planner.traffic import transfers
+from jaxmeg.plannerner import paper
+from jaxmeg.plannerner.chips import ChipError, known_chips, parse_cluster, read_chips
+from jaxmeg.plannerner.leaves import placed_leaves
+from jaxmeg.plannerner.memory import inbox_slots, kept_bytes, plan_memory, ring_slots, sizes_of
+from jaxmeg.plannerner.search import candidates, enough, judge, search
+from jaxmeg.plannerner.text import command
+from jaxmeg.plannerner.traffic import transfers
 from jaxmeg.validate.check import problems
 
 ROOT = Path(__file__).parent.parent

@@ -226,10 +226,11 @@ def _head(s: Sizes, config: Config, leaves: list[Leaf]) -> Line:
     gathered = s.itemsize * table if zero == 3 else 0
     hidden = N * D * (s.itemsize + F32)
     late = F32 * sum(_sum_elements(leaf, zero) for leaf in leaves if leaf.part == "layers") if _made_late(s) else 0
-    sums = 0 if _made_late(s) else F32 * table
-    return Line(name="loss", bytes=max(logits * (F32 + s.itemsize) + sums + gathered + hidden - late, 0),
+    scattered, several = zero >= 2, N * s.vocab_rows > CHUNK_LOGITS
+    copies = 1 + several if scattered else int(not _made_late(s))  # scattered: a chunk's, and the sum of those before it
+    return Line(name="loss", bytes=max(logits * (F32 + s.itemsize) + copies * F32 * table + gathered + hidden - late, 0),
                 formula=f"{logits:,} logits x (4 + {s.itemsize}) + hidden states {hidden:,}"
-                + (f" + 4 x {table:,} of the table's gradient" if sums else "")
+                + (f" + {copies} x 4 x {table:,} of the table's gradient" if copies else "")
                 + (f" + table gathered {gathered:,}" if gathered else "")
                 + (f" - gradients of layers, made later, {late:,}" if late else ""))
 

@@ -13,6 +13,7 @@ from jaxmeg.arch import num_params, resolve_arch
 from jaxmeg.config import Axis, Config
 from jaxmeg.keys import KEYS, SHORT_FORMS
 from jaxmeg.planner import paper
+from jaxmeg.planner.check import Checked
 from jaxmeg.planner.chips import Cluster
 from jaxmeg.planner.search import Found, Plan, budget
 from jaxmeg.validate.mesh_rules import named_axes
@@ -80,6 +81,30 @@ def show_plan(plan: Plan, cluster: Cluster, console: Console, explain: bool = Fa
                           f"{left * 1e3:.1f}")
         console.print(table)
     console.print(f"\n{command(plan.config)}", soft_wrap=True)
+
+
+def show_check(plan: Plan, checked: Checked, console: Console) -> None:
+    """Formulas and compiler side by side."""
+    state = sum(line.bytes for line in plan.memory.state)
+    console.print(f"\ncompiled in {checked.seconds:.0f} s, attention by {checked.kernel}: the compiler's figures for one GPU")
+    table = Table(box=None, pad_edge=False)
+    for name in ("  ", "formulas", "compiler", "formulas / compiler"):
+        table.add_column(name, justify="left" if name == "  " else "right")
+    pairs = (("state and batch", state, checked.arguments + checked.other), ("temporaries", plan.memory.temporaries, checked.temporaries),
+             ("program", plan.memory.program, checked.total))
+    for name, formula, compiled in pairs:
+        table.add_row(f"  {name}", f"{formula / GIB:.2f} GiB", f"{compiled / GIB:.2f} GiB", f"{formula / compiled:.3f}")
+    sent: dict[tuple[str, tuple[str, ...]], int] = {}
+    for t, *_ in plan.speed.transfers:
+        sent[t.op, (str(t.axis),)] = sent.get((t.op, (str(t.axis),)), 0) + t.runs * t.bytes
+    for key in sorted(sent.keys() | checked.moved.keys(), key=lambda key: (key[1], key[0])):
+        formula, compiled = sent.get(key, 0), checked.moved.get(key, (0, 0))[1]
+        ratio = f"{formula / compiled:.3f}" if compiled else "-"
+        table.add_row(f"  {','.join(key[1])} {key[0]}", f"{formula / 1e9:.3f} GB", f"{compiled / 1e9:.3f} GB", ratio)
+    console.print(table)
+    reserve = sum(line.bytes for line in plan.memory.reserve)
+    room = (plan.budget - checked.total - reserve) / GIB
+    console.print(f"  by the compiler {'it fits' if room >= 0 else 'it does not fit'}: {abs(room):.2f} GiB {'to spare' if room >= 0 else 'too much'}")
 
 
 def _rows(console: Console, rows: Iterable[tuple[str, str, str]], explain: bool) -> None:
