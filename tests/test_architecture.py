@@ -37,7 +37,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("data.loader", "data.source", "checkpoint.save", "checkpoint.restore", "processes.stop", "hf", "guard")
     + tuple(f"doctor.{name}" for name in ("rates", "links", "forward", "probe"))
     + tuple(f"record.{name}" for name in ("cache", "compiles", "folder", "late", "log", "memory", "profile", "speed")),
-    tuple(f"planner.{name}" for name in ("leaves", "memory", "traffic", "speed", "search", "check", "text")),
+    tuple(f"planner.{name}" for name in ("leaves", "memory", "traffic", "speed", "search", "check", "text", "questions")),
     ("train", "start", "task", "engine", "journal", "evaluate", "verify.measure", "verify.run", "ablate", "report", "pipeline.check"),
 )
 ROOM_OF = {f"{PACKAGE}.{name}".rstrip("."): number for number, names in enumerate(ROOMS, 1) for name in names}

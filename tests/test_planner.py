@@ -2,9 +2,11 @@
 
 import json
 import math
+import re
 import sys
 from functools import cache
 from pathlib import Path
+from statistics import median
 
 import pytest
 from planner_cases import CASES, FACTS, argv
@@ -14,13 +16,13 @@ from jaxmeg import cli
 from jaxmeg.config import Config, resolve
 from jaxmeg.hardware import PEAK_TFLOPS, peak_tflops
 from jaxmeg.pipeline.schedules import make_table
-from jaxmeg.plannerner import paper
-from jaxmeg.plannerner.chips import ChipError, known_chips, parse_cluster, read_chips
-from jaxmeg.plannerner.leaves import placed_leaves
-from jaxmeg.plannerner.memory import inbox_slots, kept_bytes, plan_memory, ring_slots, sizes_of
-from jaxmeg.plannerner.search import candidates, enough, judge, search
-from jaxmeg.plannerner.text import command
-from jaxmeg.plannerner.traffic import transfers
+from jaxmeg.planner import paper, questions
+from jaxmeg.planner.chips import ChipError, known_chips, parse_cluster, read_chips
+from jaxmeg.planner.leaves import placed_leaves
+from jaxmeg.planner.memory import inbox_slots, kept_bytes, plan_memory, ring_slots, sizes_of
+from jaxmeg.planner.search import candidates, enough, judge, search
+from jaxmeg.planner.text import command
+from jaxmeg.planner.traffic import transfers
 from jaxmeg.validate.check import problems
 
 ROOT = Path(__file__).parent.parent
@@ -161,6 +163,26 @@ def test_memory_against_the_compiler():
     assert sum(share > 0.5 for _, _, share in found.values()) >= 10
 
 
+# ---------------------------------------------------------------- time
+LAYERS_8 = "--model llama3.1-8b --model.num_layers 8 --seq_len 8192"
+MEASURED = [  # README, "Measured": GPUs, options, seconds a step, peak GiB of the allocator
+    (1, f"{LAYERS_8} --global_batch 2", 0.463, 57.7), (1, f"{LAYERS_8} --global_batch 4", 0.892, 72.4),
+    (1, f"{LAYERS_8} --global_batch 2 --remat selective", 0.479, 54.9), (1, f"{LAYERS_8} --global_batch 2 --remat full", 0.525, 47.7),
+    (1, f"{LAYERS_8} --global_batch 4 --microbatch 2", 0.902, 63.2),
+    (2, f"{LAYERS_8} --global_batch 4 --mesh dp=2 --zero 3", 0.485, 39.2), (2, f"{LAYERS_8} --global_batch 4 --mesh dp=2 --zero 1", 0.489, 41.7),
+    (2, f"{LAYERS_8} --global_batch 4 --mesh tp=2", 0.495, 37.0), (2, f"{LAYERS_8} --global_batch 8 --mesh pp=2 --microbatch 1", 1.023, 35.7),
+    (2, f"{LAYERS_8} --global_batch 8 --mesh pp=2 --microbatch 1 --schedule interleaved", 0.988, 34.4)]
+
+
+def test_time_and_memory_against_measurements():
+    """Median error of the time within 10%, worst within 25%; memory of the program within 10% each."""
+    plans = [(judge(config_of(f"--precision bf16 --data.packing none {options}"), parse_cluster(f"{gpus}xH200")), seconds, peak)
+             for gpus, options, seconds, peak in MEASURED]
+    times = [abs(plan.speed.seconds / seconds - 1) for plan, seconds, _ in plans]
+    assert median(times) < 0.10 and max(times) < 0.25
+    assert max(abs(plan.memory.program / 2**30 / peak - 1) for plan, _, peak in plans) < 0.10
+
+
 # ---------------------------------------------------------------- traffic
 @pytest.mark.parametrize("case", [case for case in LAYOUTS if case.devices > 1], ids=str)
 def test_traffic_by_closed_form(case):
@@ -261,3 +283,28 @@ def test_mistakes_are_one_line(line, says, capsys):
         run(line)
     err = capsys.readouterr().err
     assert stop.value.code == 2 and says in err and err.count("\n") == 1
+
+
+# ---------------------------------------------------------------- the page of questions
+def test_the_page_is_what_the_planner_says_and_its_figures_are_right():
+    page = questions.page()
+    assert page == (ROOT / "docs/planning.md").read_text(), "python -m jaxmeg.planner.questions > docs/planning.md"
+    for figure in ("120 / 31.41 / 16.64 / 1.875 GB", "112 / 38.5 / 26.25 / 14 GB", "at most 4x", "at most 8x", "2 / 2 / 3 x the parameters",
+                   "4 all-reduces a layer", "nothing else: 40B", "71.5 GB a GPU", "140 GB a card", "fp32 weights alone are 10.9 GB"):
+        assert figure in page
+
+
+@pytest.mark.parametrize(("model", "billions"), [
+    ("7B", 6.74), ("13B", 13.02), ("30B", 32.53), ("70B", 70.55), ("100B", 101.3), ("175B", 174.6)])
+def test_models_have_their_published_sizes(model, billions):
+    """Llama 1 and 2: 6.7, 13.0, 32.5B; GPT-3: 174.6B, whose 2048 positions and 51,200 padded ids are here."""
+    assert questions.parameters(model) / 1e9 == pytest.approx(billions, rel=0.003)
+
+
+def test_checkpointing_decides_whether_30b_fits_and_what_wins_depends_on_the_link_and_the_batch():
+    none, _, full, _ = questions.thirty()
+    assert "too much" in none and "fits" in full
+    lines = list(questions.tensor_or_zero())
+    rates = [[float(number.replace(",", "")) for number in re.findall("(?:ZeRO 3|parallel) ([0-9,]+)", line)] for line in lines[:4]]
+    (fast_few, _, slow_few, slow_many) = [zero > tensor for zero, tensor in rates]
+    assert fast_few and slow_many and not slow_few

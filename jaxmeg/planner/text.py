@@ -104,7 +104,7 @@ def show_check(plan: Plan, checked: Checked, console: Console) -> None:
     console.print(table)
     reserve = sum(line.bytes for line in plan.memory.reserve)
     room = (plan.budget - checked.total - reserve) / GIB
-    console.print(f"  by the compiler {'it fits' if room >= 0 else 'it does not fit'}: {abs(room):.2f} GiB {'to spare' if room >= 0 else 'too much'}")
+    console.print(f"  by the compiler it {f'fits: {room:.2f} GiB to spare' if room >= 0 else f'does not fit: {-room:.2f} GiB too much'}")
 
 
 def _rows(console: Console, rows: Iterable[tuple[str, str, str]], explain: bool) -> None:
