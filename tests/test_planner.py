@@ -169,8 +169,9 @@ MEASURED = [  # README, "Measured": GPUs, options, seconds a step, peak GiB of t
     (1, f"{LAYERS_8} --global_batch 2", 0.463, 57.7), (1, f"{LAYERS_8} --global_batch 4", 0.892, 72.4),
     (1, f"{LAYERS_8} --global_batch 2 --remat selective", 0.479, 54.9), (1, f"{LAYERS_8} --global_batch 2 --remat full", 0.525, 47.7),
     (1, f"{LAYERS_8} --global_batch 4 --microbatch 2", 0.902, 63.2),
-    (2, f"{LAYERS_8} --global_batch 4 --mesh dp=2 --zero 3", 0.485, 39.2), (2, f"{LAYERS_8} --global_batch 4 --mesh dp=2 --zero 1", 0.489, 41.7),
-    (2, f"{LAYERS_8} --global_batch 4 --mesh tp=2", 0.495, 37.0), (2, f"{LAYERS_8} --global_batch 8 --mesh pp=2 --microbatch 1", 1.023, 35.7),
+    (2, f"{LAYERS_8} --global_batch 4 --mesh dp=2 --zero 3", 0.485, 39.2),
+    (2, f"{LAYERS_8} --global_batch 4 --mesh dp=2 --zero 1", 0.489, 41.7), (2, f"{LAYERS_8} --global_batch 4 --mesh tp=2", 0.495, 37.0),
+    (2, f"{LAYERS_8} --global_batch 8 --mesh pp=2 --microbatch 1", 1.023, 35.7),
     (2, f"{LAYERS_8} --global_batch 8 --mesh pp=2 --microbatch 1 --schedule interleaved", 0.988, 34.4)]
 
 

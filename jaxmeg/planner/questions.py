@@ -94,8 +94,8 @@ def largest() -> Iterator[str]:
             break
     assert plan is not None
     arch = plan.resolved.arch
-    yield (f"This program keeps 18, activations and workspace: {num_params(arch) / 1e9:.1f}B ({arch.num_layers} layers of the 70B), one row "
-           f"of 2,048 tokens, remat full: {fits(plan)}: {by_line(plan)} GiB.")
+    yield (f"This program keeps 18, activations and workspace: {num_params(arch) / 1e9:.1f}B ({arch.num_layers} layers of the 70B), "
+           f"one row of 2,048 tokens, remat full: {fits(plan)}: {by_line(plan)} GiB.")
 
 
 def thirty() -> Iterator[str]:
@@ -146,8 +146,8 @@ def tensor_or_zero() -> Iterator[str]:
             zero, tensor = (f"{plan.speed.tokens_per_second:,.0f} tokens/s ({plan.memory.total / GIB:.0f} GiB)"
                             for plan in (judge(by_rows, cluster), judge(by_width, cluster)))
             yield f"{name}, {rows} rows of 2,048: ZeRO 3 {zero}, tensor parallel {tensor}"
-    yield ("ZeRO 3 sends weights, however many tokens there are; tensor parallelism sends tokens, however many weights there are. So ZeRO 3 "
-           "wins as the rows of a microbatch grow, and tensor parallelism where they are few or one row's activations do not fit.")
+    yield ("ZeRO 3 sends weights, however many tokens there are; tensor parallelism sends tokens, however many weights there are. So ZeRO "
+           "3 wins as the rows of a microbatch grow, and tensor parallelism where they are few or one row's activations do not fit.")
 
 
 QUESTIONS: dict[str, Callable[[], Iterator[str]]] = {
