@@ -6,9 +6,11 @@ layouts: text and axis sizes go in, plain records come out. It reads optimised H
 it, one instruction a line. Reference: https://openxla.org/xla/operation_semantics
 """
 
+from __future__ import annotations
+
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
@@ -16,6 +18,8 @@ from math import ceil, prod
 
 _PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "ragged-all-to-all": 1}  # of a ring
 _COLLECTIVES = {*_PASSES, "collective-permute", "collective-broadcast", "send"}
+_MOVES = {"bitcast", "broadcast", "concatenate", "constant", "convert", "copy", "copy-done", "copy-start", "dynamic-slice",
+          "dynamic-update-slice", "get-tuple-element", "iota", "pad", "parameter", "reshape", "reverse", "slice", "transpose", "tuple"}
 _MATMULS = {"dot", "convolution", "ragged-dot", "scaled-dot"}  # a TPU program prints matmuls as convolutions
 
 
@@ -89,6 +93,42 @@ def read(text: str | None, mesh_shape: Mapping[str, int], *, unknown_trips: int 
         trip count that holds a collective or custom call while `unknown_trips` is None (the message names the loop).
     """
     return _Walk(text or "", mesh_shape, unknown_trips).program()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What an instruction is: the kernels of a profile carry its name."""
+
+    op: str  # HLO opcode: "fusion", "custom-call", "copy", "all-gather-start", ...
+    target: str = ""  # of a custom call
+    dot: str = ""  # the matmul that it is or holds, as a key of Program.dots
+    moves: bool = False  # it only moves or converts values, and computes none
+    source: str = ""  # op_name in its metadata, or the first one inside of a fusion without
+
+
+def origins(text: str | None) -> dict[str, Origin]:
+    """Every instruction of a program's text by name. Raises ValueError like `read`."""
+    computations, _ = _computations(text or "")
+
+    def inside(i: _Instruction) -> Iterator[tuple[_Computation, _Instruction]]:
+        for name in i.called if i.op in ("fusion", "call", "async-start") else ():
+            for part in computations[name].values():
+                yield computations[name], part
+                yield from inside(part)
+
+    def origin(around: _Computation, i: _Instruction) -> Origin:
+        parts = [(around, i), *inside(i)]
+        heads = [part for _, part in parts if part.op not in ("fusion", "call")]
+        return Origin(op=i.op, target=i.target, dot=next((_dot(c, part) for c, part in parts if part.is_matmul), ""),
+                      moves=all(part.op in _MOVES or _is_index(part) for part in heads),
+                      source=next((part.source for _, part in parts if part.source), ""))
+
+    return {i.name: origin(c, i) for c in computations.values() for i in c.values()}
+
+
+def _is_index(i: _Instruction) -> bool:
+    """Arithmetic on one whole number or truth value, such as where a slice starts."""
+    return bool(re.match(r"(?:[su]\d+|pred)\[\]", i.shape))
 
 
 @dataclass(frozen=True)
@@ -207,6 +247,15 @@ def _groups(attributes: str, num_devices: int) -> list[list[int]]:
     return _chunks([ids[i] for i in _iota(dims, outside + inside)], prod(dims[d] for d in inside))
 
 
+def _dot(computation: _Computation, i: _Instruction) -> str:
+    """Key of a matmul in Program.dots."""
+    operands = [_arrays(computation[name].shape)[0][0] for name in i.operands[:2]]
+    precision = re.findall(r"\w+", i.find(r'operand_precision"?[=:][\[{]([^\]}]*)').lower())
+    algorithm = i.find(r'(?:\balgorithm=|"algorithm":")(\w+)').lower()
+    extra = [word for word in dict.fromkeys([*precision, algorithm]) if word not in ("", "default", "alg_unset")]
+    return " ".join([f"{','.join(operands)}->{_arrays(i.shape)[0][0]}", *extra])
+
+
 class _Walk:
     def __init__(self, text: str, mesh_shape: Mapping[str, int], unknown_trips: int | None) -> None:
         (self.computations, self.entry), self.unknown_trips = _computations(text), unknown_trips
@@ -232,7 +281,7 @@ class _Walk:
             collectives=tuple(self.collectives),
             custom_calls=dict(self.custom_calls),
             conditionals=sum(i.op == "conditional" for _, i in every),
-            dots=dict(Counter(self.dot(c, i) for c, i in every if i.is_matmul)),
+            dots=dict(Counter(_dot(c, i) for c, i in every if i.is_matmul)),
             instructions=len(every),
             loops=tuple(self.loops),
         )
@@ -315,14 +364,6 @@ class _Walk:
             return None
         order, done = list(computation.values()), self.done(computation, start)
         return any(map(self.is_heavy, order[order.index(start) + 1 : order.index(done) if done else None]))
-
-    def dot(self, computation: _Computation, i: _Instruction) -> str:
-        """Key of a matmul in Program.dots."""
-        operands = [_arrays(computation[name].shape)[0][0] for name in i.operands[:2]]
-        precision = re.findall(r"\w+", i.find(r'operand_precision"?[=:][\[{]([^\]}]*)').lower())
-        algorithm = i.find(r'(?:\balgorithm=|"algorithm":")(\w+)').lower()
-        extra = [word for word in dict.fromkeys([*precision, algorithm]) if word not in ("", "default", "alg_unset")]
-        return " ".join([f"{','.join(operands)}->{_arrays(i.shape)[0][0]}", *extra])
 
     def trips(self, computation: _Computation, loop: _Instruction) -> int | None:
         """The compiler's note; else what follows if the loop counts from a constant in constant steps; else None."""

@@ -81,6 +81,7 @@ class Norm(nnx.Module):
         self.weight = constant(1.0, (size,), (dim,))
         self.bias = constant(0.0, (size,), (dim,)) if kind == "layer" else None
 
+    @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.bias is None:
             return rms_norm(x, self.weight[...], self.eps)
@@ -120,7 +121,8 @@ class Attention(nnx.Module):
         if arch.positions == "rope":
             positions = context.positions(q.shape[1], gathered=True)
             q, k = rope(q, positions, arch.rope_theta), rope(k, positions, arch.rope_theta)
-        a_BTHK = causal_attention(q, k, v, context.segments_BT, self.options.kernel)
+        with jax.named_scope("attention"):
+            a_BTHK = causal_attention(q, k, v, context.segments_BT, self.options.kernel)
         y_BtD = parallel.matmul_scatter(a_BTHK, self.out[...], 2, arch.num_heads)
         return y_BtD if self.out_bias is None else add_bias(y_BtD, self.out_bias[...])
 
