@@ -1,62 +1,64 @@
 #!/usr/bin/env python3
-"""Time the train step on synthetic tokens: `python scripts/bench.py --model llama3.1-8b --model.num_layers 8 ...`.
+"""Time the train step: `python scripts/bench.py --model llama3.1-8b --model.num_layers 8 --seq_len 8192 --global_batch 4 --breakdown`.
 
-Prints one JSON line: median step seconds over --train.steps steps after three warm-up steps, tokens/s, MFU, memory, compile time, versions.
+One line a case for people on stderr; the results as JSON on stdout, or in --out FILE, written anew after every case. Exit code 1 where
+a case of ours failed.
 """
 
 import json
-import statistics
 import sys
-import time
 
-from jaxmeg.cli import parse, start
+from jaxmeg.bench.case import Plan, plan
+from jaxmeg.bench.page import append, load
+from jaxmeg.bench.peer import result, run_peers, with_roofs
+from jaxmeg.bench.report import lines, run_record
+from jaxmeg.cli import fail, start
+from jaxmeg.hardware import peak_tflops
 
 
 def main(argv: list[str]) -> int:
-    config = parse(argv)
-    start(config)
+    asked = plan(argv)
+    refuse_early(asked)
+    devices = start(asked.cases[0].config)
+    heard = run_peers(asked.peers, asked.cases, devices.count)  # before jax takes the memory
 
     import jax
-    import numpy as np
 
-    from jaxmeg.flops import mfu, train_flops_per_token
-    from jaxmeg.hardware import peak_tflops
-    from jaxmeg.mesh import format_mesh
-    from jaxmeg.setup import build
-    from jaxmeg.state import init_state
-    from jaxmeg.step import make_train_step, place_rows
+    from jaxmeg.bench.measure import measure
+    from jaxmeg.record.folder import versions_record
 
-    setup = build(config, jax.devices())
-    arch, rows, seq = setup.resolved.arch, config.data.global_batch, config.data.seq_len
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, arch.vocab_size, (rows, seq + 1), dtype=np.int32)
-    batch = place_rows(setup, tokens[:, :-1], tokens[:, 1:], np.ones((rows, seq), bool), setup.resolved.num_microbatches)
-    state = init_state(setup, config.train.seed)
-    started = time.perf_counter()
-    step = make_train_step(setup).lower(state, batch).compile()
-    compile_seconds = time.perf_counter() - started
+    if len(jax.devices()) < devices.count:
+        fail([f"jax sees {len(jax.devices())} {jax.default_backend()} devices, and the bench has {devices.count}: see scripts/doctor.py"])
+    peak = peak_tflops(jax.devices()[0].device_kind)
+    versions = versions_record(jax.devices())
+    if asked.commit and versions["git"]:
+        fail([f"--commit {asked.commit} has no effect in a git checkout, which says {versions['git']['commit']}: leave it out"])
+    cases, theirs = [], [result(one, peak) for one in heard]
+    for case in asked.cases:
+        cases.append(measure(case, jax.devices()))
+        print("\n".join(lines(cases[-1])), file=sys.stderr, flush=True)
+        run = run_record(versions, peak, asked.commit, with_roofs([*cases, *theirs]))
+        if asked.out:
+            asked.out.write_text(json.dumps(run, indent=1) + "\n")
+    for case in run["cases"][len(cases):]:
+        print("\n".join(lines(case)), file=sys.stderr)
+    if not asked.out:
+        print(json.dumps(run))
+    if asked.record:
+        append(asked.record, run)
+    return int(any(case["error"] for case in cases))
 
-    seconds, loss = [], 0.0
-    for _ in range(3 + config.train.steps):
-        started = time.perf_counter()
-        state, metrics = step(state, batch)
-        loss = float(metrics.loss)
-        seconds.append(time.perf_counter() - started)
-    median = statistics.median(seconds[3:])
-    device = jax.devices()[0]
-    peak, memory, stats = peak_tflops(device.device_kind), step.memory_analysis(), device.memory_stats() or {}
-    per_second = rows * seq / median
-    print(json.dumps({
-        "model": config.model.preset, "layers": arch.num_layers, "seq_len": seq, "rows": rows, "mesh": format_mesh(setup.layout.sizes),
-        "microbatches": setup.resolved.num_microbatches, "zero": config.layout.zero, "remat": config.layout.remat, "compute": setup.compute,
-        "attention": setup.model.options.kernel, "schedule": setup.resolved.schedule, "loss": round(loss, 4),
-        "step_s": round(median, 4), "spread_s": round(max(seconds[3:]) - min(seconds[3:]), 4), "tokens_per_s": round(per_second),
-        "tflops": round(train_flops_per_token(arch, seq) * per_second / 1e12, 1),
-        "mfu": round(mfu(arch, seq, per_second, setup.mesh.devices.size, peak), 4) if peak else None,
-        "temp_GiB": round(memory.temp_size_in_bytes / 2**30, 2) if memory else None,
-        "peak_GiB": round(stats.get("peak_bytes_in_use", 0) / 2**30, 2), "compile_s": round(compile_seconds, 1),
-        "device": device.device_kind, "jax": jax.__version__}), flush=True)
-    return 0
+
+def refuse_early(asked: Plan) -> None:
+    """What would else be found out after all has been measured."""
+    for option, path in (("--out", asked.out), ("--record", asked.record)):
+        try:
+            if path:
+                path.open("a").close()
+        except OSError as error:
+            fail([f"{option} {path} cannot be written ({error.strerror}): give another file"])
+    if asked.record and asked.record.stat().st_size:
+        load(asked.record)
 
 
 if __name__ == "__main__":

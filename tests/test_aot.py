@@ -36,6 +36,7 @@ GIB = 2**30
 def main(names: list[str]) -> None:
     """Compiles the named cases and prints what there is to say about each, as JSON."""
     from jaxmeg.aot import compile_train_step, gpu_devices
+    from jaxmeg.bench.breakdown import UNCLASSIFIED, classify
 
     facts = {}
     for name in names:
@@ -53,6 +54,8 @@ def main(names: list[str]) -> None:
             "arguments": sizes.argument_size_in_bytes,
             "donated": sizes.alias_size_in_bytes,
             "temporaries": sizes.temp_size_in_bytes,
+            "unclassified": [f"{kernel}: {origin.source}" for kernel, origin in hlo.origins(text).items()
+                             if origin.op in ("copy", "custom-call", "fusion") and classify(kernel, origin) == UNCLASSIFIED],
         }
     print(json.dumps(facts))
 
@@ -122,6 +125,7 @@ def expected_facts(name: str) -> dict:
         "conditionals": 0,
         "dots": ["bf16,bf16->bf16", "bf16,bf16->f32"],  # nothing that a GPU would multiply in TF32
         "moved_in_loops": MOVED_IN_LOOPS.get(name, []),
+        "unclassified": [],
         "arguments": parts["state"] + parts["batch"],
         "donated": parts["state"],
     }

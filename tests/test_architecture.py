@@ -25,6 +25,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     + ("doctor", *(f"doctor.{name}" for name in ("finding", "packages", "gpus", "host", "plan", "child", "examine")))
     + ("verify", *(f"verify.{name}" for name in ("shrink", "layouts", "certificate", "search", "start", "text")))
     + ("record", "record.window", "planner", "planner.chips", "planner.paper", "planner.rates")
+    + ("bench", *(f"bench.{name}" for name in ("case", "page", "peer", "report", "schema", "work")))
     + ("data", "data.dataset", "data.mixing", "data.packing", "data.prepare", "data.report", "data.sources", "data.split", "data.store")
     + ("data.tokenizer",)
     + ("pipeline", *(f"pipeline.{name}" for name in ("notation", "packing", "schedules", "ticks", "timeline", "user"))),
@@ -36,14 +37,16 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("state", "step", "setup", "own_step", "aot", "hlo", "checkpoint.canonical"),
     ("data.loader", "data.source", "checkpoint.save", "checkpoint.restore", "processes.stop", "hf", "guard")
     + tuple(f"doctor.{name}" for name in ("rates", "links", "forward", "probe"))
+    + ("bench.breakdown", "bench.profile", "bench.roof")
     + tuple(f"record.{name}" for name in ("cache", "compiles", "folder", "late", "log", "memory", "profile", "speed")),
     tuple(f"planner.{name}" for name in ("leaves", "memory", "traffic", "speed", "search", "check", "text", "questions")),
-    ("train", "start", "task", "engine", "journal", "evaluate", "verify.measure", "verify.run", "ablate", "report", "pipeline.check"),
+    ("train", "start", "task", "engine", "journal", "evaluate", "verify.measure", "verify.run", "ablate", "report", "pipeline.check")
+    + ("bench.measure", "bench.peers"),
 )
 ROOM_OF = {f"{PACKAGE}.{name}".rstrip("."): number for number, names in enumerate(ROOMS, 1) for name in names}
 # Packages that mix rooms: each of their modules needs its own place in the table.
 BY_MODULE = {PACKAGE, *(f"{PACKAGE}.{name}" for name in (
-    "data", "pipeline", "record", "checkpoint", "processes", "doctor", "verify", "planner"))}
+    "data", "pipeline", "record", "checkpoint", "processes", "doctor", "verify", "planner", "bench"))}
 JAX_FREE_ROOM = 1
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 MAX_LINES = 500
