@@ -93,7 +93,7 @@ def read_plan(argv: Sequence[str]) -> Plan:
     found = [f"--peers {shown(name)} is not known: use {any_of(PEERS)}" for name in peers if name not in PEERS]
     extra = [*_sweep(own.sweep, found), *(_also(text, found) for text in own.also)]
     cases: list[Case] = []
-    alone = not extra or own.name is not None or not own.sweep
+    alone = own.name is not None or not own.sweep
     for name, words in [*([(own.name, [])] if alone else []), *extra]:
         try:
             cases.append(_case(parser, own, options, name, words))
