@@ -194,7 +194,8 @@ def test_traffic_by_closed_form(case):
     for t in transfers(s, config, resolved, leaves):
         sent[t.op, str(t.axis)] = sent.get((t.op, str(t.axis)), 0) + t.runs * t.bytes
     expected: dict[tuple[str, str], int] = {}
-    for (op, axes), (_, total) in traffic(case).items():
+    gathers = (case.embeds - (case.pp > 1), case.microbatches)  # as the GPU compiler leaves them in the loops, see test_aot.py
+    for (op, axes), (_, total) in traffic(case, *gathers).items():
         if len(axes) == 1 and axes[0] in ("pp", "tp", "dp", "rep"):
             expected[op, axes[0]] = expected.get((op, axes[0]), 0) + total
     for key in sent:

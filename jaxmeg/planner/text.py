@@ -20,6 +20,7 @@ from jaxmeg.validate.mesh_rules import named_axes
 from jaxmeg.validate.value_rules import value_of
 
 GIB = 2**30
+SMALL = 10**7  # bytes a step over an axis that are not shown: sums of norms, of the softmax, of the loss
 WIDTH = 150  # of tables, also on a narrower terminal
 
 
@@ -100,7 +101,8 @@ def show_check(plan: Plan, checked: Checked, console: Console) -> None:
     for key in sorted(sent.keys() | checked.moved.keys(), key=lambda key: (key[1], key[0])):
         formula, compiled = sent.get(key, 0), checked.moved.get(key, (0, 0))[1]
         ratio = f"{formula / compiled:.3f}" if compiled else "-"
-        table.add_row(f"  {','.join(key[1])} {key[0]}", f"{formula / 1e9:.3f} GB", f"{compiled / 1e9:.3f} GB", ratio)
+        if max(formula, compiled) >= SMALL:
+            table.add_row(f"  {','.join(key[1])} {key[0]}", f"{formula / 1e9:.3f} GB", f"{compiled / 1e9:.3f} GB", ratio)
     console.print(table)
     reserve = sum(line.bytes for line in plan.memory.reserve)
     room = (plan.budget - checked.total - reserve) / GIB

@@ -50,6 +50,12 @@ def layer_runs(s: Sizes) -> int:
     return ticks(s) * s.layers_per_chunk
 
 
+def table_gathers(s: Sizes) -> int:
+    """At ZeRO 3, how often the embedding is put together: in the ticks that embed, of which the last to warm up shares the next one's.
+    Its gradient needs no table."""
+    return vocabulary_ticks(s) - (s.pp > 1)
+
+
 def transfers(s: Sizes, config: Config, resolved: Resolved, leaves: list[Leaf]) -> list[Transfer]:
     """Of one step, those that move something."""
     every = [*_tensor(s, config), *_pipeline(s, resolved), *_zero(s, config, leaves), *_replicas(s, config, leaves)]
@@ -91,7 +97,7 @@ def _zero(s: Sizes, config: Config, leaves: list[Leaf]) -> Iterator[Transfer]:
         weights = sum((s.itemsize if leaf.is_matrix else F32) * leaf.whole for leaf in cut)
         grads, rows = sum(leaf.whole for leaf in cut), max((leaf.rows for leaf in cut), default=1)
         forward = {"layers": layer_runs(s), "embed": vocabulary_ticks(s), "head": M}[part]
-        gathers = 2 * layer_runs(s) if part == "layers" else 1
+        gathers = {"layers": 2 * layer_runs(s), "embed": table_gathers(s), "head": M}[part]
         often, beside = zero == 3, "layer" if part == "layers" else "nothing"
         if zero:
             yield Transfer(what=f"weights of {part}", op="all-gather", axis=Axis.DP, runs=gathers if often else 1,
