@@ -24,8 +24,9 @@ def gpu_devices(chip: str, count: int) -> list[Any]:
 
 
 def compile_train_step(config: Config, devices: list[Any]) -> tuple[Setup, jax.stages.Compiled]:
-    """The train step of a config for stand-in GPUs, from abstract values alone."""
-    setup = build(config, devices, platform="cuda")
+    """The train step of a config from abstract values alone, for stand-in GPUs or for real devices."""
+    platform = "cuda" if devices[0].platform in ("cuda", "gpu") else devices[0].platform
+    setup = build(config, devices, platform=platform)
     rows = abstract_rows(setup, setup.resolved.num_microbatches, config.data.seq_len)
-    lowered = make_train_step(setup).trace(abstract_state(setup), rows).lower(lowering_platforms=("cuda",))
+    lowered = make_train_step(setup).trace(abstract_state(setup), rows).lower(lowering_platforms=(platform,))
     return setup, lowered.compile()
