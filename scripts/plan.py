@@ -61,8 +61,8 @@ def _refuse(config: Config, cluster: Cluster) -> None:
 
 
 def show(config: Config, cluster: Cluster, given: frozenset[str], args: argparse.Namespace) -> None:
-    from jaxmeg.planner import text
-    from jaxmeg.planner.search import enough, search
+    from jaxmeg.planner import advice, text
+    from jaxmeg.planner.search import search
     from jaxmeg.validate.check import problems
     found = search(config, cluster, given, args.top)
     if not found.tried:
@@ -78,9 +78,9 @@ def show(config: Config, cluster: Cluster, given: frozenset[str], args: argparse
     if args.check:
         check(best, cluster)
     if not found.fitting:
-        more = enough(config, cluster, given)
-        cli.fail([f"nothing fits {cluster}: the smallest layout needs {best.memory.total / 2**30:.1f} GiB of "
-                  f"{best.budget / 2**30:.1f}: " + (f"use {more} or more" if more else "use other GPUs, or a smaller model")])
+        print(*advice.lines(best.config, cluster), sep="\n")
+        cli.fail([f"nothing that is given fits {cluster}: the smallest layout needs {best.memory.total / 2**30:.1f} GiB of "
+                  f"{best.budget / 2**30:.1f} a GPU"])
 
 
 def check(best: "Plan", cluster: Cluster) -> None:

@@ -8,7 +8,7 @@ import traceback
 from jaxmeg.cli import ConfigError, fail, parse, start
 from jaxmeg.config import Config, mesh_sizes
 from jaxmeg.processes.roll_call import StartError
-from jaxmeg.processes.variables import collective_of, explain
+from jaxmeg.processes.variables import MEMORY_FRACTION, collective_of, explain
 
 
 def main(argv: list[str]) -> int:
@@ -71,6 +71,10 @@ def train(config: Config) -> int:
         where = collective_of(str(error), [device.id for device in jax.devices()], sizes)
         said = str(error).splitlines()[0][:200]
         print(f"error: {found.line}{f'; it was {where}' if where else ''} (jax: {said}; JAXMEG_VERBOSE=1 shows all)", file=sys.stderr)
+        if found.is_memory:
+            from jaxmeg.planner.advice import after_failure
+            memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0) / MEMORY_FRACTION
+            print(*after_failure(config, jax.devices()[0].device_kind, memory, jax.device_count()), sep="\n", file=sys.stderr)
         return 1
     return 0
 

@@ -39,7 +39,8 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     + tuple(f"doctor.{name}" for name in ("rates", "links", "forward", "probe"))
     + ("bench.breakdown", "bench.profile", "bench.roof")
     + tuple(f"record.{name}" for name in ("cache", "compiles", "folder", "late", "log", "memory", "profile", "speed")),
-    tuple(f"planner.{name}" for name in ("leaves", "memory", "traffic", "speed", "search", "check", "text", "questions", "explain")),
+    tuple(f"planner.{name}" for name in (
+        "leaves", "memory", "traffic", "speed", "search", "check", "text", "questions", "explain", "advice")),
     ("train", "start", "task", "engine", "journal", "evaluate", "verify.measure", "verify.run", "ablate", "report", "pipeline.check")
     + ("bench.measure", "bench.peers"),
 )

@@ -128,7 +128,7 @@ def test_a_machine_with_gpus(plugin, monkeypatch):
     found = gpus.driver(MACHINE, cuda=13)
     assert said(found) == ("ok", "ok      gpus           2 of 2 visible, NVIDIA H200, driver 580.95.05")
     assert found.details[1] == "GPU 1: NVIDIA H200, 0.0 of 140.4 GiB in use"
-    assert gpus.memory(MACHINE).text() == "ok      gpu memory     140.4 GiB free on each GPU, jax takes 0.75 of it"
+    assert gpus.memory(MACHINE).text() == "ok      gpu memory     140.4 GiB free on each GPU, a run takes 0.95 of it"
     monkeypatch.setattr(gpus, "jax_lacks", lambda found: 'pip install "jax[cuda13]"')
     assert gpus.driver(MACHINE, cuda=None).text() == (
         'FAIL    gpus           2 GPUs, and jax has no plugin for them: pip install "jax[cuda13]"')
@@ -162,7 +162,7 @@ def test_memory_that_another_process_holds():
 
 
 @pytest.mark.parametrize(("environ", "status", "piece"), [
-    ({"XLA_CLIENT_MEM_FRACTION": "0.9"}, "ok", "jax takes 0.9 of it"),
+    ({"XLA_CLIENT_MEM_FRACTION": "0.9"}, "ok", "a run takes 0.9 of it"),
     ({"XLA_CLIENT_MEM_FRACTION": "100"}, "FAIL", "XLA_CLIENT_MEM_FRACTION=100 is not a fraction"),
     ({"XLA_CLIENT_MEM_FRACTION": "abc"}, "FAIL", "=abc is not a number"),
     ({"XLA_CLIENT_MEM_FRACTION": "nan"}, "FAIL", "=nan is not a number"),

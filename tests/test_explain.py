@@ -51,7 +51,8 @@ def test_the_script_on_this_machine(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("line", "says"), [
-    ("--gpus 3xH900", "unknown chip H900"), ("--gpus 8xH200 --remat some", "layout.remat=some is not a choice"), ("--gpus 8xV100-32G", "no description of a V100-32G")])
+    ("--gpus 3xH900", "unknown chip H900"),
+    ("--gpus 8xH200 --remat some", "layout.remat=some is not a choice"), ("--gpus 8xV100-32G", "no description of a V100-32G")])
 def test_mistakes_are_one_line(line, says, capsys, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")

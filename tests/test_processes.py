@@ -185,7 +185,10 @@ def test_variables_of_another_framework_are_named():
 
 def test_defaults_are_set_only_where_nobody_did():
     assert defaults({}, 8, 600, emulated=False)["NCCL_DEBUG"] == "WARN" and "NCCL_DEBUG" not in defaults({}, 1, 600, emulated=False)
-    assert defaults({"NCCL_DEBUG": "INFO", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "1"}, 8, 600, emulated=False) == {}
+    given = {"NCCL_DEBUG": "INFO", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "1"}
+    for name in (NEW, OLD):
+        assert defaults({**given, name: "0.5"}, 8, 600, emulated=False) == {}
+    assert defaults(given, 8, 600, emulated=False) == {"XLA_CLIENT_MEM_FRACTION": "0.95"}
     flag = "--xla_cpu_collective_call_terminate_timeout_seconds"
     assert defaults({"XLA_FLAGS": "--a"}, 8, 600, emulated=True) == {"XLA_FLAGS": f"--a {flag}=1200"}
     assert defaults({"XLA_FLAGS": f"{flag}=7"}, 8, 600, emulated=True) == {"XLA_FLAGS": f"{flag}=7"}

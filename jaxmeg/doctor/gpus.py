@@ -21,7 +21,6 @@ COLUMNS = ("index", "name", "driver_version", "memory.total", "memory.used", "ec
 SMI = ["nvidia-smi", f"--query-gpu={','.join(COLUMNS)}", "--format=csv,noheader,nounits"]
 SMI_SECONDS = 30
 OTHERS_USE = 0.03  # of a GPU's memory: less than this is the driver's own
-DEFAULT_FRACTION = 0.75
 MIB_PER_GIB = 1024
 
 
@@ -152,7 +151,7 @@ def memory(machine: Machine) -> Finding:
     """Is the memory of the GPUs free, and is the share that jax takes of it a sensible one?"""
     environ, gpus = machine.environ, machine.gpus or ()
     fraction = next((environ[name] for name in variables.FRACTIONS if environ.get(name)), None)
-    share = f"jax takes {fraction or DEFAULT_FRACTION} of it"
+    share = f"a run takes {fraction or variables.MEMORY_FRACTION} of it"
     if environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0"):
         share = "jax takes it as needed (XLA_PYTHON_CLIENT_PREALLOCATE)"
     free = f"{min(gpu.memory - gpu.used for gpu in gpus) / MIB_PER_GIB:.1f} GiB free on each GPU, {share}" if gpus else share

@@ -19,12 +19,6 @@ from jaxmeg.pipeline.ticks import group_sizes
 from jaxmeg.planner.leaves import Leaf, moment_elements
 
 F32 = 4
-ALLOCATOR = 0.02
-"""Share of a GPU's memory that its allocator loses to fragments. An assumption."""
-CONTEXT_BYTES = 700 * 2**20
-"""CUDA context, cuBLAS workspaces and kernels. An assumption."""
-COLLECTIVE_BYTES = 600 * 2**20
-"""NCCL's buffers where there are several GPUs. An assumption."""
 
 GATHERED_COPIES = 7
 """Values of the residual stream's width for all tokens, alive at once in the backward pass of a layer under tensor parallelism: counted in
@@ -48,7 +42,6 @@ class Memory:
     state: tuple[Line, ...]
     held: tuple[Line, ...]
     phases: tuple[Line, ...]
-    reserve: tuple[Line, ...]
 
     @property
     def workspace(self) -> Line:
@@ -60,18 +53,14 @@ class Memory:
         return sum(line.bytes for line in self.held) + self.workspace.bytes
 
     @property
-    def program(self) -> int:
+    def total(self) -> int:
         """State and temporaries: what a compiled program asks for."""
         return sum(line.bytes for line in self.state) + self.temporaries
 
     @property
-    def total(self) -> int:
-        return self.program + sum(line.bytes for line in self.reserve)
-
-    @property
     def lines(self) -> tuple[Line, ...]:
-        """What adds up to `total`."""
-        return (*self.state, *self.held, self.workspace, *self.reserve)
+        """What adds up to `total`; lines of nothing are left out."""
+        return tuple(line for line in (*self.state, *self.held, self.workspace) if line.bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +157,7 @@ def plan_memory(config: Config, resolved: Resolved, leaves: list[Leaf], compute:
     """Of one GPU of the largest stage. compute: fp32, bf16 or fp16."""
     s = sizes_of(config, resolved, compute)
     return Memory(state=_state(config, leaves), held=_held(s, config, resolved, leaves),
-                  phases=(_head(s, config, leaves), _layer(s, config, leaves)), reserve=_reserve(resolved.num_devices > 1))
+                  phases=(_head(s, config, leaves), _layer(s, config, leaves)))
 
 
 def _state(config: Config, leaves: list[Leaf]) -> tuple[Line, ...]:
@@ -245,8 +234,3 @@ def _layer(s: Sizes, config: Config, leaves: list[Leaf]) -> Line:
     return Line(name="one layer", bytes=N * inside + gathered + grads,
                 formula=f"{N:,} tokens x {inside:,} bytes inside it" + (f" + {gathered:,} of weights gathered" if gathered else "")
                 + (f" + {grads:,} of a gradient" if grads else ""))
-
-
-def _reserve(several: bool) -> tuple[Line, ...]:
-    lines = (Line(name="context", bytes=CONTEXT_BYTES, formula="CUDA context and libraries, assumed"),)
-    return (*lines, Line(name="collectives", bytes=COLLECTIVE_BYTES, formula="NCCL buffers, assumed")) if several else lines

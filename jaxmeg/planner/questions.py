@@ -119,8 +119,8 @@ def seventy() -> Iterator[str]:
            f"{float(paper.zero_bytes(70_000_000_000, 3, 8)) / 1e9:.0f} GB a card by "
            "ZeRO 3 alone. The 30 GB that are often told would be 3.5 bytes a parameter: weights in 16 bits and nothing to train them with.")
     yield from best("70B", "8xA100-80G", seq_len=4096, global_batch=64)
-    yield "On 16:"
-    yield from best("70B", "16xA100-80G", seq_len=4096, global_batch=64)
+    yield "On 32:"
+    yield from best("70B", "32xA100-80G", seq_len=4096, global_batch=64)
 
 
 def hundred() -> Iterator[str]:

@@ -12,9 +12,10 @@ from jaxmeg.arch import resolve_arch
 from jaxmeg.config import REMATS, Axis, Config, MeshConfig, PipelineConfig, Resolved, mesh_sizes, resolve
 from jaxmeg.planner.chips import Cluster
 from jaxmeg.planner.leaves import Leaf, placed_leaves
-from jaxmeg.planner.memory import ALLOCATOR, Memory, plan_memory, sizes_of
+from jaxmeg.planner.memory import Memory, plan_memory, sizes_of
 from jaxmeg.planner.rates import Rates, rates_of
 from jaxmeg.planner.speed import Speed, plan_speed
+from jaxmeg.processes.variables import MEMORY_FRACTION
 from jaxmeg.validate.check import problems
 from jaxmeg.wording import divisors
 
@@ -56,7 +57,8 @@ def _judge(config: Config, resolved: Resolved, leaves: list[Leaf], cluster: Clus
 
 
 def budget(cluster: Cluster) -> float:
-    return cluster.chip.memory_bytes * (1 - ALLOCATOR)
+    """Bytes of a GPU that a program may take; CUDA's context, cuBLAS and NCCL have the rest."""
+    return cluster.chip.memory_bytes * MEMORY_FRACTION
 
 
 def compute_of(config: Config, cluster: Cluster) -> str:

@@ -50,7 +50,7 @@ def show_ranking(found: Found, cluster: Cluster, console: Console) -> None:
                       f"{speed.exposed / speed.seconds:.1%}", f"{speed.seconds:.3g}", f"{speed.tokens_per_second:,.0f}", f"{speed.mfu:.3f}")
     order = "fastest" if found.fitting else "smallest"
     console.print(f"{order} of {found.tried:,} legal layouts on {cluster}, "
-                  f"{budget(cluster) / GIB:.1f} GiB of {cluster.chip.memory_gib} usable a GPU; predicted, not measured")
+                  f"{budget(cluster) / GIB:.1f} GiB of {cluster.chip.memory_gib} for the program on each; predicted, not measured")
     console.print(table)
 
 
@@ -92,7 +92,7 @@ def show_check(plan: Plan, checked: Checked, console: Console) -> None:
     for name in ("  ", "formulas", "compiler", "formulas / compiler"):
         table.add_column(name, justify="left" if name == "  " else "right")
     pairs = (("state and batch", state, checked.arguments + checked.other), ("temporaries", plan.memory.temporaries, checked.temporaries),
-             ("program", plan.memory.program, checked.total))
+             ("program", plan.memory.total, checked.total))
     for name, formula, compiled in pairs:
         table.add_row(f"  {name}", f"{formula / GIB:.2f} GiB", f"{compiled / GIB:.2f} GiB", f"{formula / compiled:.3f}")
     sent: dict[tuple[str, tuple[str, ...]], int] = {}
@@ -104,8 +104,7 @@ def show_check(plan: Plan, checked: Checked, console: Console) -> None:
         if max(formula, compiled) >= SMALL:
             table.add_row(f"  {','.join(key[1])} {key[0]}", f"{formula / 1e9:.3f} GB", f"{compiled / 1e9:.3f} GB", ratio)
     console.print(table)
-    reserve = sum(line.bytes for line in plan.memory.reserve)
-    room = (plan.budget - checked.total - reserve) / GIB
+    room = (plan.budget - checked.total) / GIB
     console.print(f"  by the compiler it {f'fits: {room:.2f} GiB to spare' if room >= 0 else f'does not fit: {-room:.2f} GiB too much'}")
 
 

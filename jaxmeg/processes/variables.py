@@ -25,7 +25,7 @@ class Variable:
 
 
 VARIABLES = (
-    Variable(name="XLA_CLIENT_MEM_FRACTION", default="0.75",
+    Variable(name="XLA_CLIENT_MEM_FRACTION", default="ours: 0.95",
              does="share of a GPU's memory that jax takes at the start; the buffers of NCCL, cuBLAS and CUDA come out of the rest"),
     Variable(name="XLA_PYTHON_CLIENT_MEM_FRACTION", does="older name of XLA_CLIENT_MEM_FRACTION; jax takes one of the two"),
     Variable(name="XLA_PYTHON_CLIENT_PREALLOCATE", default="true", does="false: jax takes memory as it needs it, and fragments it"),
@@ -53,6 +53,8 @@ VARIABLES = (
     Variable(name="JAXMEG_VERBOSE", does="1: the traceback, and jax's own text, below the one line of an error"),
 )
 FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+MEMORY_FRACTION = 0.95
+"""What a run takes unless it is told otherwise, and what the planner counts with; jax's own default is 0.75."""
 TIGHT = 0.97
 """Above this fraction NCCL's buffers, some 100 MB to 1 GB a GPU, may find no room."""
 FOREIGN = ("TORCH_NCCL_", "NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT")
@@ -96,6 +98,8 @@ def defaults(environ: Mapping[str, str], num_devices: int, step_seconds: int, em
         return {"XLA_FLAGS": flags if CPU_TIMEOUT in flags else f"{flags} --{CPU_TIMEOUT}={seconds}".strip()}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
     chosen = {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(memory)}  # instead of XLA's 64
+    if not any(environ.get(name) for name in FRACTIONS):
+        chosen["XLA_CLIENT_MEM_FRACTION"] = str(MEMORY_FRACTION)
     if num_devices > 1:
         chosen["NCCL_DEBUG"] = "WARN"
     return {name: value for name, value in chosen.items() if name not in environ}
@@ -109,6 +113,8 @@ class Explanation:
     """The cause and the setting to change."""
     concerns_others: bool
     """Whether it may only be the echo of what happened to another process."""
+    is_memory: bool = False
+    """Whether the device's memory was full."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,15 +122,16 @@ class _Failure:
     pattern: str
     line: str
     concerns_others: bool = False
+    is_memory: bool = False
 
 
 _STATUS = r"\b(UNKNOWN|INTERNAL|UNAVAILABLE|RESOURCE_EXHAUSTED|DEADLINE_EXCEEDED|ABORTED|CANCELLED|DATA_LOSS|FAILED_PRECONDITION): "
 _FAILURES = (  # the first that matches counts
     _Failure(pattern=r"NCCL.*out of memory|ncclCommInit\w*.*unhandled cuda error",
-             line="NCCL found no memory for its buffers: lower XLA_CLIENT_MEM_FRACTION (jax takes 0.75 of a GPU by default)"),
-    _Failure(pattern=r"RESOURCE_EXHAUSTED|[Oo]ut of memory",
+             line="NCCL found no memory for its buffers: lower XLA_CLIENT_MEM_FRACTION (0.95 of a GPU by default)"),
+    _Failure(pattern=r"RESOURCE_EXHAUSTED|[Oo]ut of memory", is_memory=True,
              line="the device's memory is full: use a smaller pipeline.microbatch or a larger mesh, --remat selective or full, a higher "
-                  "--zero, or raise XLA_CLIENT_MEM_FRACTION (0.75 by default, up to 0.95)"),
+                  "--zero, or see what else is on the GPU (XLA_CLIENT_MEM_FRACTION, 0.95 by default)"),
     _Failure(pattern=r"NCCL.*(unhandled system error|remote process exited|[Ss]ocket|[Cc]onnect|network)", concerns_others=True,
              line="NCCL could not reach another process: see whether one has ended; else name the network with NCCL_SOCKET_IFNAME (TCP) or "
                   "NCCL_IB_HCA (InfiniBand), and see what NCCL_DEBUG=INFO says"),
@@ -150,7 +157,7 @@ def explain(text: str) -> Explanation | None:
     """
     for failure in _FAILURES if re.search(_STATUS, text) else ():
         if re.search(failure.pattern, text, re.DOTALL):
-            return Explanation(line=failure.line, concerns_others=failure.concerns_others)
+            return Explanation(line=failure.line, concerns_others=failure.concerns_others, is_memory=failure.is_memory)
     return None
 
 
