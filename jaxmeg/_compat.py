@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,27 +38,50 @@ def vjp_leaves(vjp: Callable[..., Any]) -> tuple[list[jax.Array], Any]:
     return jax.tree.flatten(vjp)
 
 
-def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, scale: float) -> tuple[jax.Array, jax.Array]:
-    """Causal cuDNN flash attention. q [B, T, H, K], k and v [B, T, G, K], bias [B, 1, T, T], added to the scores -> output
-    [B, T, H, K], fp32 log-sum-exp [B, H, T]."""
+class Ragged(NamedTuple):
+    """Where the documents of packed rows lie, S = B * M of them, as cuDNN reads it: those that are none come last, with length 0."""
+
+    lengths: jax.Array
+    """Tokens of each, int32 [B, M]."""
+    query_offsets: jax.Array
+    """Elements of q before each, int32 [B, M + 1], of which the first S + 1 are read."""
+    key_offsets: jax.Array
+    """The same of k and v."""
+
+
+def _cudnn(backward: bool, q: jax.Array, k: jax.Array, v: jax.Array, saved: tuple[jax.Array, ...], bias: jax.Array | None,
+           ragged: Ragged | None, window: int | None) -> list[jax.Array]:
+    """One of cuDNN's two attention kernels. The functions of jax around these primitives check what the machine that compiles has, and
+    until 0.10 they take the offsets of grouped heads for those of q (jax#39521)."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
-    result: Any = fused.dot_product_attention(
-        q, k, v, bias, scale=scale, mask_type=fused.MaskType.CAUSAL, return_residual=True)
-    return result
+    none = jnp.zeros(0, q.dtype)
+    lengths, *offsets = ragged or (none, none, none)
+    primitive: Any = fused._dot_product_attention_bwd_p if backward else fused._dot_product_attention_fwd_p
+    training = {} if backward else {"is_training": True}
+    return primitive.bind(
+        q, k, v, none if bias is None else bias, lengths, lengths, *offsets, none, none, *saved, scale=q.shape[-1] ** -0.5, seed=42,
+        dropout_rate=0.0, variadic_args=(bias is not None, False), layout=fused.AttentionLayout.BTNH.value,
+        mask_type=fused.MaskType.CAUSAL if ragged is None else fused.MaskType.PADDING_CAUSAL, sliding_window_length=window, **training)
 
 
-def cudnn_attention_grad(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, out: jax.Array,
-                         lse: jax.Array, dout: jax.Array, scale: float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradient of `cudnn_attention` with respect to q, k, v from its saved output and log-sum-exp."""
-    from jax._src.cudnn import fused_attention_stablehlo as fused
+def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, bias: jax.Array | None = None, ragged: Ragged | None = None,
+                    window: int | None = None) -> tuple[jax.Array, jax.Array]:
+    """Causal cuDNN flash attention, scaled by 1 / sqrt(K). q [B, T, H, K], k and v [B, T, G, K]; bias [B, 1, T, T] is added to the scores;
+    window: a token sees itself and so many tokens before it, less one -> output [B, T, H, K], fp32 log-sum-exp [B, H, T].
 
-    none = jnp.zeros(0, dtype=q.dtype)
-    residuals = (q, k, v, none if bias is None else bias, none, none, none, none, none, none, lse, out)
-    grads = fused._dot_product_attention_bwd_rule(
-        scale, 42, 0.0, (bias is not None, False), fused.MaskType.CAUSAL, fused.AttentionLayout.BTNH.value, None, True, False,
-        residuals, dout)
-    return grads[0], grads[1], grads[2]
+    ragged: attention inside each document alone; the log-sum-exp is then [S, H, T], of document s at [s, :, :length].
+    """
+    out, lse = _cudnn(False, q, k, v, (), bias, ragged, window)
+    return out, lse
+
+
+def cudnn_attention_grad(q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, lse: jax.Array, dout: jax.Array, *,
+                         bias: jax.Array | None = None, ragged: Ragged | None = None,
+                         window: int | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradient of `cudnn_attention` with respect to q, k, v from its output and log-sum-exp."""
+    dq, dk, dv = _cudnn(True, q, k, v, (lse, out, dout), bias, ragged, window)
+    return dq, dk, dv
 
 
 def gpu_topology(target_config: str, num_devices: int) -> list[Any]:

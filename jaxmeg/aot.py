@@ -23,10 +23,10 @@ def gpu_devices(chip: str, count: int) -> list[Any]:
     return _compat.gpu_topology(text, count)
 
 
-def compile_train_step(config: Config, devices: list[Any]) -> tuple[Setup, jax.stages.Compiled]:
-    """The train step of a config from abstract values alone, for stand-in GPUs or for real devices."""
+def compile_train_step(config: Config, devices: list[Any], packed: bool = False) -> tuple[Setup, jax.stages.Compiled]:
+    """The train step of a config from abstract values alone, for stand-in GPUs or for real devices. packed: rows hold several documents."""
     platform = "cuda" if devices[0].platform in ("cuda", "gpu") else devices[0].platform
     setup = build(config, devices, platform=platform)
-    rows = abstract_rows(setup, setup.resolved.num_microbatches, config.data.seq_len)
+    rows = abstract_rows(setup, setup.resolved.num_microbatches, config.data.seq_len, packed)
     lowered = make_train_step(setup).trace(abstract_state(setup), rows).lower(lowering_platforms=(platform,))
     return setup, lowered.compile()

@@ -56,6 +56,8 @@ class Arch:
     """RMS norm over head_dim on queries and keys, one scale per layer."""
     tied: bool = False
     """The head is the transpose of the embedding table."""
+    sliding_window: int | None = None
+    """Tokens that a token attends to: itself and the ones before it. None: all of them."""
 
 
 def _llama(num_layers: int, embed_dim: int, mlp_dim: int, num_heads: int, head_dim: int, tied: bool = False) -> Arch:

@@ -31,6 +31,7 @@ AXES: tuple[Axis, ...] = tuple(Axis)
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 REMATS = ("none", "selective", "full")
+ATTENTIONS = ("auto", "xla", "cudnn", "cudnn_packed")
 OPTIMIZERS = ("adamw", "lion", "adafactor", "muon", "sgd")
 LR_SCHEDULES = ("cosine", "linear", "wsd", "constant")
 COMPUTE_DTYPES = ("auto", "fp32", "bf16", "fp16")
@@ -84,6 +85,8 @@ class ModelConfig:
     """RMS norm on queries and keys."""
     tied: bool | None = None
     """The head is the transpose of the embedding table."""
+    sliding_window: int | None = None
+    """A token attends to itself and the sliding_window - 1 tokens before it (as in Hugging Face's configs), not to all before it."""
     module: str | None = None
     """Import path package.module:name of a Flax NNX module of your own, or of a function of rngs that makes one."""
     loss: str | None = None
@@ -118,6 +121,10 @@ class LayoutConfig:
     """YAML file that maps a dim to mesh axes, for example "heads: []"; overrides entries of the default rule table."""
     remat: str = "none"
     """What the backward pass recomputes: none, selective (all but named tensors) or full (whole layers)."""
+    attention: str = "auto"
+    """Kernel of attention: auto (cudnn where it can, else xla), xla, cudnn or cudnn_packed. cudnn_packed works on each document of a row
+    alone, where cudnn reads a mask of all pairs of tokens; it needs data.max_documents, and Hopper or newer. It has never been run: no
+    speed is known."""
     scan_layers: bool = True
     """Run the layers in a loop of the compiled program. false writes each layer out: with one stage and one microbatch less is copied
     and held, with more of them more is; compiling takes longer with every layer."""
@@ -214,6 +221,9 @@ class DataConfig:
     (one a row)."""
     separate: bool = True
     """Documents that share a row do not see each other, and positions start again at each."""
+    max_documents: int | None = None
+    """Most documents in a row: one that would hold more becomes several rows. Null sets no bound. The table of the data says what the
+    largest number is."""
     long_documents: str = "split"
     """fit and none: a document longer than a row is split, truncated (truncate) or left out (drop)."""
     max_rows: int | None = None

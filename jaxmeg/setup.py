@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from jaxmeg.mesh import build_mesh
 from jaxmeg.models.decoder import Decoder
 from jaxmeg.models.layers import Options
 from jaxmeg.models.own import RULES, OwnModel
-from jaxmeg.ops.attention import choose_kernel
+from jaxmeg.ops.attention import choose_kernel, score_bytes
 from jaxmeg.optim.build import learning_rate, make_optimizer
 from jaxmeg.pipeline.notation import UserSchedule
 from jaxmeg.pipeline.schedules import Placement, Table, make_table, place_layers
@@ -55,6 +56,14 @@ class Setup:
         return isinstance(self.model, OwnModel)
 
     @property
+    def attention_scores(self) -> int:
+        """Bytes of the scores that attention makes in a layer on one device: 0 where the kernel keeps none."""
+        if self.own or self.model.options.kernel != "xla":
+            return 0
+        ranks = math.prod(self.resolved.mesh[Axis(axis)] for axis in self.resolved.rules["heads"])
+        return score_bytes(self.resolved.microbatch, -(-self.resolved.arch.num_heads // ranks), self.config.data.seq_len)
+
+    @property
     def user_schedule(self) -> UserSchedule | None:
         """The schedule of the training step, if it is the user's."""
         return self.resolved.user_schedule
@@ -79,12 +88,13 @@ def parameter_shapes(model: Any, num_rows: int) -> Any:
     return jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((num_rows,), jnp.int32))
 
 
-def attention_kernel(data: DataConfig, compute: str, head_dim: int, device: Any, platform: str | None = None) -> tuple[str, str]:
+def attention_kernel(data: DataConfig, compute: str, head_dim: int, device: Any, platform: str | None = None,
+                     wanted: str = "auto") -> tuple[str, str]:
     """(kernel, why) on a device, which may be a stand-in for one of `platform`. Whether documents share rows in fact is known when
-    the data is read; here it counts whether they may."""
+    the data is read; here it counts whether they may. wanted: layout.attention."""
     packed = data.separate and data.packing != "none"
     capability = getattr(device, "compute_capability", None)
-    return choose_kernel(platform or str(device.platform), compute, head_dim, data.seq_len, packed, capability)
+    return choose_kernel(platform or str(device.platform), compute, head_dim, data.seq_len, packed, capability, wanted, data.max_documents)
 
 
 def build(config: Config, devices: Sequence[Any], platform: str | None = None, own: OwnModel | None = None) -> Setup:
@@ -97,9 +107,10 @@ def build(config: Config, devices: Sequence[Any], platform: str | None = None, o
     arch = resolved.arch
     mesh = build_mesh({str(axis): size for axis, size in resolved.mesh.items()}, devices)
     compute = "fp32" if own else compute_dtype(config.precision.compute, devices[0])
-    kernel, reason = attention_kernel(config.data, compute, arch.head_dim, devices[0], platform)
+    kernel, reason = attention_kernel(config.data, compute, arch.head_dim, devices[0], platform, config.layout.attention)
     placement = place_layers(arch.num_layers, resolved.mesh[Axis.PP], resolved.chunks)
-    options = Options(dtype=jnp.dtype(DTYPES[compute]), kernel=kernel, dropout=config.train.dropout)
+    options = Options(dtype=jnp.dtype(DTYPES[compute]), kernel=kernel, dropout=config.train.dropout,
+                      max_documents=config.data.max_documents)
     vocab_axes = tuple(axis for axis in resolved.rules["vocab"] if resolved.mesh[Axis(axis)] > 1)
     model = own or Decoder(arch=arch, options=options, remat=config.layout.remat, scan_layers=config.layout.scan_layers,
                            vocab_rows=resolved.padded_vocab, vocab_axes=vocab_axes)

@@ -28,6 +28,7 @@ from jaxmeg.state import TrainState, init_state
 from jaxmeg.step import local_rows, make_train_step, place_rows
 from jaxmeg.validate.check import problems
 from jaxmeg.validate.run_rules import unread
+from jaxmeg.validate.speed_rules import attention_here
 
 Evaluate = Callable[[Any, Callable[[], object]], tuple[float, float]]
 
@@ -97,8 +98,11 @@ def _not_as_started(config: Config, devices: Sequence[Any]) -> Iterator[str]:
 def _warn_of_unread(setup: Setup) -> None:
     device = setup.mesh.devices.flat[0]
     if jax.process_index() == 0:
-        for line in unread(setup.config, own=setup.own, compute=setup.compute, platform=device.platform,
-                           num_devices=setup.mesh.devices.size, num_processes=jax.process_count()):
+        lines = [*unread(setup.config, own=setup.own, compute=setup.compute, platform=device.platform,
+                         num_devices=setup.mesh.devices.size, num_processes=jax.process_count())]
+        if not setup.own:
+            lines += attention_here(setup.config, setup.model.options.kernel, setup.kernel_reason, setup.attention_scores)
+        for line in lines:
             print(f"warning: {line}", file=sys.stderr)
 
 

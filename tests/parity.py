@@ -78,6 +78,7 @@ ARCHS: dict[str, dict[str, Any]] = {
     "gpt2": {"preset": "toy-gpt2"},
     "gpt2_untied5": {"preset": "toy-gpt2", "tied": False, "num_layers": 5},
     "odd_heads": {"preset": "toy", "num_heads": 9, "num_kv_heads": 3},
+    "window": {"preset": "toy", "sliding_window": 5},
     "kv1": {"preset": "toy", "num_kv_heads": 1},
 }
 

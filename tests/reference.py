@@ -56,13 +56,14 @@ def _mlp(w, x, arch):
     return jnp.dot(h, w["down"], precision=HIGHEST) + _bias(w, "down_bias", 3)
 
 
-def places(segments, shape):
-    """(position of each token in its document [B, T], which tokens each may see [B, T, T]), by loops. Documents are runs of one number."""
+def places(segments, shape, window=None):
+    """(position of each token in its document [B, T], which tokens each may see [B, T, T]), by loops. Documents are runs of one number;
+    of a window, a token sees itself and window - 1 before it."""
     positions, seen = np.zeros(shape, np.int32), np.zeros((*shape, shape[1]), bool)
     for b, t in np.ndindex(*shape):
         if t and (segments is None or segments[b, t] == segments[b, t - 1]):
             positions[b, t] = positions[b, t - 1] + 1
-        seen[b, t, t - positions[b, t] : t + 1] = True
+        seen[b, t, max(t - positions[b, t], 0 if window is None else t - window + 1) : t + 1] = True
     return positions, seen
 
 
@@ -86,7 +87,7 @@ def train(params, arch, batches, lr, momentum):
     step = jax.jit(jax.value_and_grad(lambda p, b: loss(p, arch, *b)))
     velocity, first = jax.tree.map(np.zeros_like, params), None
     for inputs, labels, mask, segments in batches:
-        value, grads = jax.device_get(step(params, (inputs, labels, mask, *places(segments, inputs.shape))))
+        value, grads = jax.device_get(step(params, (inputs, labels, mask, *places(segments, inputs.shape, arch.sliding_window))))
         first = first or (float(value), grads)
         velocity = jax.tree.map(lambda v, g: np.float32(momentum) * v + g, velocity, grads)
         params = jax.tree.map(lambda p, v: p - np.float32(lr) * v, params, velocity)

@@ -6,7 +6,7 @@ import pytest
 
 from jaxmeg.arch import PRESETS, matmul_params, num_params, resolve_arch
 from jaxmeg.config import ModelConfig
-from jaxmeg.flops import attention_flops_per_token, formula, forward_flops_per_token, mfu, train_flops_per_token
+from jaxmeg.flops import attention_flops_per_token, causal_pairs, formula, forward_flops_per_token, mfu, train_flops_per_token
 from jaxmeg.hardware import accelerators, jax_lacks, peak_tflops
 
 
@@ -64,6 +64,17 @@ def test_flops_per_token():
     assert 933_888 + attention_flops_per_token(toy, 128, causal=False) == 1_327_104
     assert 3 * forward_flops_per_token(toy, 128) == 1_130_496
     assert "= 1,130,496" in formula(toy, 128)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 7, 15, 16, 40])
+def test_flops_of_a_window_are_those_of_the_pairs_it_leaves(window):
+    """Counted one by one, with the own key half: what causal attention as half of all pairs means."""
+    pairs = sum(0.5 if s == t else 1.0 for t in range(16) for s in range(t + 1) if window is None or t - s < window)
+    arch = resolve_arch(ModelConfig(preset="toy", sliding_window=window))
+    assert causal_pairs(16, window) == 2 * pairs
+    assert attention_flops_per_token(arch, 16) == 12 * 4 * 8 * 8 * pairs // 16
+    assert attention_flops_per_token(arch, 16, causal=False) == 12 * 4 * 8 * 8 * 16
+    assert ("window" in formula(arch, 16)) == (window is not None)
 
 
 def test_mfu_is_of_all_devices():

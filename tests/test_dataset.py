@@ -184,6 +184,33 @@ def test_rows_of_several_sources_are_filled_span_by_span(others, rates, lengths,
         assert rows.segments is None or rows.segments[at].tolist() == segments + [0] * (seq_len - len(segments))
 
 
+@settings(max_examples=100, deadline=None)
+@given(lengths=CASES["lengths"], seq_len=CASES["seq_len"], most=st.integers(1, 4), seed=CASES["seed"])
+@pytest.mark.parametrize("packing", ["concat", "fit"])
+def test_no_row_holds_more_documents_than_it_may(packing, lengths, seq_len, most, seed):
+    """Every target once, as without a bound; also where a document that goes on in the next row ends a row that is not full."""
+    config = replace(CONFIG, seq_len=seq_len, packing=packing)
+    store = store_of(lengths)
+    assume(usable_documents([range(length) for length in lengths], config))
+    bounded, free = (make_dataset([(store, 1.0)], made, seed, shuffle=True) for made in (replace(config, max_documents=most), config))
+    rows = all_rows(bounded)
+    assert trained(rows) == trained(all_rows(free))
+    assert bounded.report.sources[0].trained_tokens == free.report.sources[0].trained_tokens
+    counts = []
+    for row in range(bounded.rows_per_epoch):
+        inputs, labels, segments = [], [], []
+        spans = bounded.spans(row)
+        for segment, (document, start, length) in enumerate(spans, 1):
+            tokens = store.read(document, 0, int(store.lengths[document])).tolist()
+            inputs += tokens[start : start + length]
+            labels += [*tokens[start + 1 : start + length + 1], None][:length]
+            segments += [segment] * length
+        assert unpadded(rows, row, len(inputs)) == (inputs, labels)
+        assert rows.segments is None or rows.segments[row].tolist() == segments + [0] * (seq_len - len(segments))
+        counts.append(len(spans))
+    assert max(counts) == bounded.report.sources[0].most_documents <= most
+
+
 @pytest.mark.parametrize("packing", ["concat", "fit"])
 def test_two_documents_in_a_row_have_a_target_less_each(packing):
     """P19: documents of 5 and 7 tokens in a row of 12 are 4 + 6 = 10 targets, not 11."""

@@ -31,6 +31,8 @@ def named(lines, key: str) -> list[str]:
 TEXT = [
     ("data.long_documents", "drop", {}),
     ("data.separate", False, {"data.packing": "none"}),
+    ("data.max_documents", 3, {"data.packing": "none"}),
+    ("data.max_documents", 3, {"data.separate": False}),
     ("data.source", "a:b", {}),
     ("data.text_key", "body", {}),
     ("data.text_key", "body", {"data.train": "a.txt", "data.validation": "b.bin"}),
@@ -40,6 +42,8 @@ TEXT = [
     ("checkpoint.keep_best", 1, SAVED | NO_VALIDATION),
     ("checkpoint.init_from", "a", {"checkpoint.resume": "b"}),
     ("checkpoint.allow_changes", True, {}),
+    ("layout.attention", "cudnn_packed", {"data.packing": "none"}),
+    ("layout.attention", "cudnn_packed", {"data.separate": False, "data.max_documents": 3}),
     ("model.loss", "a:b", {}),
     ("model.rope_theta", 5.0, {"model.positions": "learned"}),
     ("precision.loss_scale_init", 8.0, {"precision.compute": "bf16"}),
@@ -67,6 +71,7 @@ def test_text_on_the_decoder(key, value, beside):
     {"train.eval_every": 0} | NO_VALIDATION,  # says what is so
     {"train.stop_after": 180},
     {"pipeline.chunks": 1},
+    {"layout.attention": "cudnn_packed", "data.max_documents": 3},
     {"data.validation": __file__} | NO_VALIDATION,
     {"train.eval_rows": 7, "data.validation": __file__},
     {"checkpoint.keep_best": 1} | SAVED,

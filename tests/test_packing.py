@@ -82,6 +82,20 @@ def test_a_joined_stream_predicts_the_next_document():
     assert longer.num_trained(False) == 12
 
 
+@pytest.mark.parametrize("packing", ["concat", "fit"])
+def test_rows_of_more_documents_become_several(packing):
+    lengths = np.array([2, 3, 2, 2, 9, 2, 2, 3])
+    packed = pack(lengths, 12, packing=packing, separate=True, rng=None)
+    rows, most = spans(packed), 2
+    by_hand = [row[at : at + most] for row in rows for at in range(0, len(row), most)]
+    assert packed.most_spans > most and len(by_hand) > len(rows)
+    bounded = packed.split(most)
+    assert spans(bounded) == by_hand and bounded.most_spans == most
+    assert bounded.num_trained(True) == packed.num_trained(True)
+    assert spans(packed.split(packed.most_spans)) == rows
+    assert packed.capped(0).split(1).num_rows == packed.capped(0).most_spans == 0
+
+
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_last_token_gets_no_row_of_its_own(packing):
     """One document of 3 T + 1 tokens is 3 rows in which every input has a label."""

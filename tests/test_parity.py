@@ -82,6 +82,9 @@ FP32 = [
     Row("pp=2,dp=2,tp=2", zero=3, schedule="interleaved", chunks=2, packed=True),
     Row("pp=2,tp=2", arch="gpt2", remat="full", packed=True),
     Row("dp=2,tp=4", arch="kv1", zero=2, remat="selective", packed=True),
+    # a sliding window
+    Row("tp=2", arch="window", remat="selective"),
+    Row("pp=2,dp=2,tp=2", zero=3, arch="window", packed=True),
     # a user's rule table
     Row("pp=2,dp=2,tp=2", zero=3, rules="vocab: [tp]"),
     Row("pp=2,tp=2", arch="tied250", rules="vocab: []"),

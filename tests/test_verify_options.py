@@ -84,6 +84,13 @@ def test_a_schedule_of_the_users_keeps_its_microbatches(tmp_path):
     assert f"ZeRO 0, {path}" in layout_name(small)
 
 
+@pytest.mark.parametrize(("window", "small"), [(1024, 8), (4096, 4096), (5, 5)])
+def test_a_window_stays_shorter_than_a_row_or_not(window, small):
+    config = read([f"--model.sliding_window={window}", "--seq_len=2048"])
+    shrunk = shrink([config], 1)[0][0]
+    assert (resolve(shrunk, 1).arch.sliding_window, shrunk.data.seq_len) == (small, 16)
+
+
 def test_factored_statistics_stay_factored():
     config = read(["--model=gpt2", "--optim.name=adafactor", "--optim.lr=0.1", "--mesh=dp=2"])
     assert shrink([config], 2)[0][0].optim.factored_dim == 16

@@ -153,7 +153,8 @@ class Dataset:
         if rows.segments is not None:
             _put(rows.segments, rows.mask, np.repeat(ranges(1, num_spans).astype(np.int32), packed.length))
         rows.labels[:, :-1] = rows.inputs[:, 1:]
-        rows.labels[packed.target[packed.last] != NO_TARGET, -1] = behind
+        goes_on = packed.target[packed.last] != NO_TARGET
+        rows.labels[goes_on, used[goes_on] - 1] = behind
         borders = np.arange(len(packed.target)) if self.separate else packed.last  # spans behind which a label can be missing
         borders = borders[packed.target[borders] == NO_TARGET]
         at = np.repeat(np.arange(len(row)), num_spans)[borders]
@@ -220,6 +221,8 @@ def _source(store: Store, index: int, config: DataConfig, seed: int, shuffle: bo
     # The last entry keeps these random numbers apart from those of epoch 0.
     rng = np.random.default_rng([seed, index, 0, 1]) if shuffle else None
     every = pack(lengths, seq_len, packing=packing, separate=separate, rng=rng)
+    if config.max_documents is not None and separate:
+        every = every.split(config.max_documents)
     packed = every.capped(config.max_rows) if shuffle and config.max_rows is not None else every
     return Source(store=store, documents=documents, packed=packed, rows_left_out=every.num_rows - packed.num_rows,
                   order=_shuffled(seed, index, packed.num_rows) if shuffle else None)
@@ -231,7 +234,8 @@ def _report(source: Source, share: float, config: DataConfig) -> SourceReport:
     return SourceReport(
         name=source.store.name, read=counts.read, kept=documents.kept, dropped=dict(Counter(counts.dropped) + Counter(documents.dropped)),
         truncated=documents.truncated, tokens=documents.tokens, trained_tokens=packed.num_trained(_is_separate(config)),
-        rows=rows, rows_left_out=source.rows_left_out, padding=1 - int(packed.length.sum()) / (rows * config.seq_len) if rows else 0.0,
+        rows=rows, most_documents=packed.most_spans, rows_left_out=source.rows_left_out,
+        padding=1 - int(packed.length.sum()) / (rows * config.seq_len) if rows else 0.0,
         weight=share, steps_per_epoch=rows / (config.global_batch * share) if share else 0.0)
 
 

@@ -34,8 +34,7 @@ class Packed:
     """int64 [spans], at least 1."""
     target: np.ndarray
     """int64 [spans], the document of the last label: the span's own, which goes on behind the span; in a joined stream also
-    another one, which begins there; or NO_TARGET. A document that goes on behind its span ends the row, and a row whose last
-    span has a target is full."""
+    another one, which begins there; or NO_TARGET. A document that goes on behind its span ends the row."""
 
     @property
     def num_rows(self) -> int:
@@ -49,6 +48,17 @@ class Packed:
     def is_shared(self) -> bool:
         """Whether any row holds two documents."""
         return bool((np.diff(self.first) > 1).any())
+
+    @property
+    def most_spans(self) -> int:
+        """Of a row."""
+        return int(np.diff(self.first).max(initial=0))
+
+    def split(self, most_spans: int) -> Packed:
+        """A row of more spans becomes several of so many, the last of fewer. No span is cut, so documents must be separate."""
+        parts = -(-np.diff(self.first) // most_spans)
+        first = np.repeat(self.first[:-1], parts) + ranges(0, parts) * most_spans
+        return replace(self, first=np.append(first, self.first[-1]))
 
     def capped(self, max_rows: int) -> Packed:
         """The first max_rows rows, or all."""

@@ -30,6 +30,8 @@ class SourceReport:
     trained_tokens: int
     """Targets."""
     rows: int
+    most_documents: int
+    """Of a row."""
     rows_left_out: int
     """Rows beyond data.max_rows."""
     padding: float
@@ -61,13 +63,14 @@ _LINES: dict[str, Callable[[SourceReport], str]] = {
     "tokens kept": lambda s: f"{s.tokens:,}",
     "tokens trained": lambda s: f"{s.trained_tokens:,}",
     "rows": lambda s: f"{s.rows:,}",
+    "most documents in a row": lambda s: f"{s.most_documents:,}",
     "beyond data.max_rows": lambda s: f"{s.rows_left_out:,}",
     "padding": lambda s: f"{s.padding:.1%}",
     "share of the rows": lambda s: f"{s.weight:.4g}",
     "steps an epoch": lambda s: f"{s.steps_per_epoch:,.1f}",
 }
 # A line that says this of every source is left out.
-_PLAIN = {"truncated": "0", "beyond data.max_rows": "0", "share of the rows": "1"}
+_PLAIN = {"truncated": "0", "most documents in a row": "1", "beyond data.max_rows": "0", "share of the rows": "1"}
 
 
 def table_lines(*reports: Report) -> list[list[str]]:

@@ -29,6 +29,8 @@ class Options(NamedTuple):
     kernel: str
     """Attention kernel, see ops.attention.choose_kernel."""
     dropout: float = 0.0
+    max_documents: int | None = None
+    """No row holds more documents; None: not known."""
 
 
 class Context(NamedTuple):
@@ -122,7 +124,7 @@ class Attention(nnx.Module):
             positions = context.positions(q.shape[1], gathered=True)
             q, k = rope(q, positions, arch.rope_theta), rope(k, positions, arch.rope_theta)
         with jax.named_scope("attention"):
-            a_BTHK = causal_attention(q, k, v, context.segments_BT, self.options.kernel)
+            a_BTHK = causal_attention(q, k, v, context.segments_BT, self.options.kernel, arch.sliding_window, self.options.max_documents)
         y_BtD = parallel.matmul_scatter(a_BTHK, self.out[...], 2, arch.num_heads)
         return y_BtD if self.out_bias is None else add_bias(y_BtD, self.out_bias[...])
 

@@ -116,6 +116,7 @@ def resolved_record(setup: Setup) -> dict[str, Any]:
         "user_schedule": user and [" ".join(user.show(op) for op in stage) for stage in user.orders],
         "num_params": num_params(resolved.arch),
         "attention": setup.model.options.kernel,
+        "attention_why": setup.kernel_reason,
         "bubble": float(resolved.bubble),
         "ring_slots": setup.table.ring_slots,
     }

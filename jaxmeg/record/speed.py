@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxmeg.arch import Arch
-from jaxmeg.flops import attention_flops_per_token, matmul_flops_per_token, mfu, train_flops_per_token
+from jaxmeg.flops import attention_flops_per_token, matmul_flops_per_token, mfu, train_flops_per_token, window
 from jaxmeg.hardware import peak_tflops
 from jaxmeg.setup import Setup
 
@@ -45,8 +45,8 @@ class Speed:
             return "no MFU: the FLOPs of a module of your own are not counted"
         matmul, attention = matmul_flops_per_token(self.arch), attention_flops_per_token(self.arch, self.seq_len)
         count = f"{train_flops_per_token(self.arch, self.seq_len):,} FLOPs a token"
-        of = (f"{matmul:,} of weight matrices + {attention:,} of attention (causal: half); forward + backward, head counted, "
-              "lookup not, no recompute")
+        of = (f"{matmul:,} of weight matrices + {attention:,} of attention (causal: half{window(self.arch)}); forward + backward, "
+              "head counted, lookup not, no recompute")
         if self.peak is None:
             return f"no MFU: the peak of this device is not known; {count} = {of}"
         return f"MFU = tokens/s x {count} / ({self.num_devices} x {self.peak:g} TFLOP/s, dense bf16); {of}"

@@ -1,7 +1,8 @@
 """All rules of a config in one pass: every violation at once, each as one line of value, rule and fix.
 
 The rules themselves stand in `value_rules` (single values), `mesh_rules` (how sizes fit a mesh), `run_rules` (reading, saving,
-starting) and `module_rules` (a module of the user's). Needs no jax, so a bad config is refused before anything slow is imported.
+starting), `speed_rules` (what makes a step faster) and `module_rules` (a module of the user's). Needs no jax, so a bad config is
+refused before anything slow is imported.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import fields
 from jaxmeg.arch import PRESETS, Arch, resolve_arch
 from jaxmeg.config import AXES, Axis, Config, Resolved, resolve
 from jaxmeg.rules import DEFAULT_RULES, read_rules
-from jaxmeg.validate import mesh_rules, module_rules, run_rules, value_rules
+from jaxmeg.validate import mesh_rules, module_rules, run_rules, speed_rules, value_rules
 
 
 def problems(config: Config, num_devices: int) -> list[str]:
@@ -28,6 +29,7 @@ def problems(config: Config, num_devices: int) -> list[str]:
         *value_rules.files(config),
         *value_rules.without_effect(config),
         *run_rules.problems(config),
+        *speed_rules.attention(config),
         *mesh_rules.not_built(config.mesh),
     ]
     if arch is not None and _can_divide(config, arch):
@@ -68,6 +70,7 @@ def warnings(config: Config, num_devices: int) -> list[str]:
         )
     if config.layout.zero >= 2 and mesh_rules.num_ranks_zero(sizes.mesh) == 1:
         found.append(f"layout.zero={config.layout.zero} shards nothing: mesh.dp is 1")
+    found += speed_rules.attention_warnings(config, sizes)
     return found
 
 

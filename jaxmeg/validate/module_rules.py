@@ -15,10 +15,10 @@ from jaxmeg.validate import mesh_rules, run_rules, value_rules
 from jaxmeg.wording import shown
 
 _DECODER = (
-    "layout.remat", "layout.scan_layers", "layout.rules", "pipeline.schedule", "pipeline.chunks", "precision.compute",
+    "layout.remat", "layout.attention", "layout.scan_layers", "layout.rules", "pipeline.schedule", "pipeline.chunks", "precision.compute",
     "precision.loss_scale_init", "precision.loss_scale_growth_interval", "data.train", "data.validation", "data.tokenizer",
-    "data.end_token", "data.text_key", "data.packing", "data.separate", "data.long_documents", "data.max_rows", "data.seq_len",
-    "train.dropout", "train.sample_tokens", "train.sample_prompt",
+    "data.end_token", "data.text_key", "data.packing", "data.separate", "data.max_documents", "data.long_documents", "data.max_rows",
+    "data.seq_len", "train.dropout", "train.sample_tokens", "train.sample_prompt",
 )  # read for text and the decoder only, as are the fields of its shape
 _LOOP = (
     "checkpoint", "record", "guard", "distributed", "emulate", "show_layout", "model.module", "model.loss", "data.source",

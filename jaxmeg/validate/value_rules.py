@@ -22,6 +22,7 @@ from jaxmeg.wording import any_of, divisors, is_unicode, nearest, shown, unknown
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "layout.remat": options.REMATS,
+    "layout.attention": options.ATTENTIONS,
     "pipeline.schedule": options.SCHEDULES,
     "optim.name": options.OPTIMIZERS,
     "optim.schedule": options.LR_SCHEDULES,
@@ -69,6 +70,7 @@ RANGES: dict[str, Range] = {
     "model.num_kv_heads": _at_least(1, SIZE),
     "model.head_dim": _at_least(1, SIZE),
     "model.max_seq_len": _at_least(1, SIZE),
+    "model.sliding_window": _at_least(1, SIZE),
     "model.norm_eps": _POSITIVE,
     "model.rope_theta": _POSITIVE,
     "mesh.pp": _at_least(1, MESH),
@@ -98,6 +100,7 @@ RANGES: dict[str, Range] = {
     "data.seq_len": _at_least(1, SIZE),
     "data.global_batch": _at_least(1, ROWS),
     "data.validation_fraction": _FRACTION,
+    "data.max_documents": _at_least(1, SIZE),
     "data.max_rows": _at_least(1),
     "data.prefetch": _at_least(1, 1024),
     "train.steps": _at_least(1),

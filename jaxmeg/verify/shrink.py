@@ -74,6 +74,8 @@ def _shrink_model(configs: Sequence[Config], sizes: Sequence[Resolved]) -> tuple
            "head_dim": head_dim, "embed_dim": embed_dim, "mlp_dim": mlp_dim}
     if arch.positions == "learned":
         new["max_seq_len"] = smallest(seq_len + (arch.max_seq_len > config.data.seq_len), arch.max_seq_len, whole)
+    if arch.sliding_window is not None and arch.sliding_window > seq_len // 2:  # what hid nothing hides nothing
+        new["sliding_window"] = max(seq_len // 2, 1) if arch.sliding_window < config.data.seq_len else arch.sliding_window
     changed = {name: size for name, size in new.items() if size != getattr(arch, name)}
     lines = [f"model.{name} {getattr(arch, name):,} -> {size}: {_KEPT[name]}" for name, size in changed.items()]
     if seq_len != config.data.seq_len:
@@ -95,6 +97,7 @@ _KEPT = {
     "embed_dim": "what ZeRO divides, it divides still",
     "mlp_dim": "still a multiple of tp; what ZeRO divides, it divides still",
     "max_seq_len": "still at least a row; what ZeRO divides, it divides still",
+    "sliding_window": "still shorter than a row, or not",
     "seq_len": "still a multiple of tp",
 }
 
