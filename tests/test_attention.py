@@ -2,10 +2,16 @@
 
 No cuDNN runs on a CPU. In its place stands a plain program that reads flat memory as XLA hands it to cuDNN: S = B * M sequences at
 element offsets, causal inside each; it leaves NaN wherever a kernel would leave memory unwritten.
+This file is also a program that compiles for GPUs: `python -c "import test_attention; test_attention.main()"`.
 """
 
+import json
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -15,6 +21,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
 from test_config import make
 
+import jaxmeg
 from jaxmeg.config import Config
 from jaxmeg.ops.attention import KERNELS, Seen, causal_attention, choose_kernel, score_bytes
 from jaxmeg.ops.documents import by_document, by_token, find_documents
@@ -24,6 +31,7 @@ from jaxmeg.validate.speed_rules import attention_here
 
 B, T, H, G, K = 2, 14, 4, 2, 6
 MOST = 4
+UNWRITTEN = np.nan
 ROWS = {  # documents that share a row; 0 is padding
     "two and one": [[1] * 5 + [2] * 7 + [0] * 2, [1] * 14],
     "as many as may be": [[1, 2, 2, 3, 3, 3, 3] + [4] * 6 + [0], [1] * 3 + [2] * 3 + [3] * 4 + [4] * 4],
@@ -104,8 +112,8 @@ def cudnn_in_numpy(backward: bool, bias_given: bool, ragged: bool, window: int |
         assert (lengths == kv_lengths.reshape(-1)[:count]).all() and all((np.diff(x) >= 0).all() for x in starts)
     else:
         lengths, starts = np.full(count, tokens), [np.arange(count + 1) * tokens * x.shape[2] * width for x in (q, k)]
-    unwritten = [np.full(x.size, np.nan, np.float32) for x in (q, k, v)]
-    out, stats = np.full(q.size, np.nan, np.float32), np.full((count, heads, tokens), np.nan, np.float32)
+    unwritten = [np.full(x.size, UNWRITTEN, np.float32) for x in (q, k, v)]
+    out, stats = np.full(q.size, UNWRITTEN, np.float32), np.full((count, heads, tokens), UNWRITTEN, np.float32)
     lse_in, out_in, dout = (np.asarray(x) for x in args[10:]) if backward else (stats, out.reshape(q.shape), np.zeros_like(q))
 
     def part(x: np.ndarray, s: int) -> slice:
@@ -168,8 +176,10 @@ def test_cudnn_is_called_so_that_the_result_is_right(kernel, rows, window, cudnn
     assert cudnn == [call | {"backward": False}, call | {"backward": True}]
 
 
-def test_more_documents_than_may_be_give_no_update(cudnn):
-    """S counts over all rows, so one row may have more where another has fewer; too many in all are never silent."""
+def test_more_documents_than_may_be_give_no_update(cudnn, monkeypatch):
+    """S counts over all rows, so one row may have more where another has fewer; too many in all are never silent, whatever a kernel leaves
+    in memory."""
+    monkeypatch.setattr(sys.modules[__name__], "UNWRITTEN", 0.0)
     many, few = [1, 2, 3, 4, 5, 6] + [7] * 8, [1] * 14
     assert_close(run("cudnn_packed", [many, few], None, MOST), wanted(*inputs(), seen_by_loops([many, few], None)))
     _, *grads = run("cudnn_packed", [many, few], None, 2)
@@ -297,3 +307,31 @@ def test_a_window_that_hides_nothing_is_said():
 def test_cudnn_packed_needs_a_number_of_documents():
     [line] = problems(config(layout__attention="cudnn_packed"), 1)
     assert line.startswith("layout.attention=cudnn_packed needs data.max_documents, the most documents in a row: use ")
+
+
+# ---------------------------------------------------------------- compiled for eight H200s that are not there
+def main() -> None:
+    """Prints what the cuDNN calls of a packed step say, as JSON: name, shapes of the results, configuration."""
+    from jaxmeg.aot import compile_train_step, gpu_devices
+
+    asked = config(layout__attention="cudnn_packed", layout__zero=3, data__max_documents=6, model__sliding_window=100, model__head_dim=256,
+                   model__embed_dim=64, data__seq_len=256, data__global_batch=16, mesh__pp=2, mesh__dp=2, mesh__tp=2)
+    text = compile_train_step(asked, gpu_devices("h200", 8), packed=True)[1].as_text() or ""
+    calls = re.findall(r"= \((.*?)\) custom-call\(.*custom_call_target=\"__cudnn\$(\w+)\".*?backend_config=(\{.*\})", text)
+    fields = ("mask_type", "sliding_window_length", "max_seg_per_batch")
+    found = {(name, *re.findall(r"\w+\[[\d,]*\]", shapes), *(json.loads(said)["cudnn_fmha_backend_config"][field] for field in fields))
+             for shapes, name, said in calls}
+    print(json.dumps(sorted(found)))
+
+
+@pytest.mark.aot
+def test_a_packed_step_calls_cudnn_on_its_documents(gpu_compiler_environment):
+    """A pipeline with ZeRO 3 and tensor parallelism, head dim 256, a window: microbatches of 2 rows, 4 query heads and 1 kv head a device,
+    7 documents a row with padding."""
+    program = subprocess.run(
+        [sys.executable, "-c", "import test_attention; test_attention.main()"], cwd=Path(__file__).parent, capture_output=True, text=True,
+        env=gpu_compiler_environment | {"PYTHONPATH": str(Path(jaxmeg.__file__).parents[1])}, timeout=600)
+    assert program.returncode == 0, program.stderr[-3000:]
+    q, kv, said = "bf16[2,4,256,256]", "bf16[2,1,256,256]", ["PADDING_CAUSAL", 100, 7]
+    assert json.loads(program.stdout.splitlines()[-1]) == [
+        ["fmhaSoftmax", q, f"f32[{2 * 7},4,256]", "u8[0]", *said], ["fmhaSoftmaxBackward", q, kv, kv, "u8[0]", *said]]

@@ -75,10 +75,10 @@ class Seen(NamedTuple):
     max_documents: int | None
 
 
-def _mask(seen: Seen, T: int, causal: bool = True) -> jax.Array:
-    """Which keys each query sees, bool [1 or B, T, T]; causal=False leaves that to the kernel."""
+def _mask(seen: Seen, T: int) -> jax.Array:
+    """Which keys each query sees, bool [1 or B, T, T]."""
     query, key = (lax.broadcasted_iota(jnp.int32, (T, T), dim) for dim in (0, 1))
-    mask = (query >= key if causal else jnp.ones((T, T), bool))[None]
+    mask = (query >= key)[None]
     if seen.window is not None:
         mask &= (query - key < seen.window)[None]
     if seen.segments is not None:
@@ -122,7 +122,7 @@ def _bias(q: jax.Array, seen: Seen) -> jax.Array | None:
     if seen.segments is None:
         return None
     low = jnp.asarray(0.7 * float(jnp.finfo(q.dtype).min), q.dtype)
-    return jnp.where(_mask(seen, q.shape[1], causal=False), jnp.zeros((), q.dtype), low)[:, None]
+    return jnp.where(_mask(seen, q.shape[1]), jnp.zeros((), q.dtype), low)[:, None]
 
 
 def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen) -> tuple[jax.Array, jax.Array]:
