@@ -34,6 +34,7 @@ def sizes(words: str, devices: int = 1):
     ("--model llama3.2-1b --seq_len 4096 --global_batch 4", 1),  # tied
     ("--model gpt2 --seq_len 1024 --global_batch 3", 1),  # two MLP matrices, an odd vocabulary
     ("--model toy --model.num_kv_heads 1 --seq_len 24 --global_batch 6 --microbatch 2", 1),
+    ("--model toy --model.sliding_window 5 --seq_len 16 --global_batch 4", 1),
     ("--model toy --model.head_dim 12 --seq_len 7 --global_batch 5", 1),  # heads wider than the model
     ("--model llama3.1-8b --seq_len 5000 --global_batch 5 --microbatch 5", 1),  # no piece of the head has a round size
     ("--model llama3.1-70b --mesh tp=8,dp=2 --seq_len 4096 --global_batch 8 --microbatch 2", 16),

@@ -167,7 +167,7 @@ def _figures(case: Case, setup: Setup, found: Loop) -> dict[str, Any]:
         "workload": {"layers": arch.num_layers, "seq_len": speed.seq_len, "rows": speed.rows, "devices": count,
                      "mesh": format_mesh(setup.layout.sizes)},
         "model": asdict(arch), "microbatches": setup.resolved.num_microbatches, "compute": setup.compute,
-        "attention": setup.model.options.kernel, "schedule": setup.resolved.schedule,
+        "attention": setup.model.options.kernel, "attention_why": setup.kernel_reason, "schedule": setup.resolved.schedule,
         "step_s": {"median": median, "p5": float(np.percentile(found.seconds, 5)), "p95": float(np.percentile(found.seconds, 95)),
                    "steps": case.steps, "warmup": case.warmup},
         "tokens_per_s": rates["tokens_per_s"], "tokens_per_s_per_device": rates["tokens_per_s"] / count, "mfu": rates.get("mfu"),

@@ -79,7 +79,7 @@ def attention(work: AttentionWork, compute: str, kernel: str) -> tuple[Callable[
     k = jax.ShapeDtypeStruct((work.rows, work.tokens, work.kv_heads, work.head_dim), DTYPES[compute])
 
     def gradients(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
-        return jax.vjp(lambda q, k, v: causal_attention(q, k, v, None, kernel), q, k, v)[1](dout)
+        return jax.vjp(lambda q, k, v: causal_attention(q, k, v, None, kernel, work.window), q, k, v)[1](dout)
 
     return gradients, [q, k, k, q]
 

@@ -12,6 +12,7 @@ from math import prod
 from typing import NamedTuple
 
 from jaxmeg.config import Axis, Resolved
+from jaxmeg.flops import causal_pairs
 
 HEAD_TOKENS = 8192  # the head is taken in pieces of at most so many tokens: more would not be faster, and logits are large
 
@@ -42,13 +43,14 @@ class AttentionWork(NamedTuple):
     kv_heads: int
     head_dim: int
     times: Fraction
+    window: int | None = None
     name: str = "attention"
     form: str = "forward and backward"
 
     @property
     def flops(self) -> int:
         """Of one time: two products forward, four backward, half of each by causality; what the kernel computes again is not counted."""
-        return 6 * self.rows * self.heads * self.head_dim * self.tokens**2
+        return 6 * self.rows * self.heads * self.head_dim * causal_pairs(self.tokens, self.window)
 
 
 Piece = Matmul | AttentionWork
@@ -84,7 +86,7 @@ def pieces(resolved: Resolved, seq_len: int) -> list[Piece]:
         *_forms(up[0], tokens, arch.embed_dim, up[1], layers),
         *_forms("down", tokens, mlp, arch.embed_dim, layers),
         *_forms("head", tokens // parts, arch.embed_dim, arch.vocab_size // ranks, head),
-        AttentionWork(resolved.microbatch, seq_len, arch.num_heads // tp, arch.num_kv_heads // tp, width, layers)]
+        AttentionWork(resolved.microbatch, seq_len, arch.num_heads // tp, arch.num_kv_heads // tp, width, layers, arch.sliding_window)]
 
 
 def _forms(name: str, tokens: int, inputs: int, outputs: int, times: Fraction) -> Iterator[Matmul]:

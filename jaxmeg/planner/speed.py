@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxmeg.config import Axis, Config, Resolved
-from jaxmeg.flops import train_flops_per_token
+from jaxmeg.flops import causal_pairs, train_flops_per_token
 from jaxmeg.models.decoder import REMAT
 from jaxmeg.ops.vocab import CHUNK_LOGITS
 from jaxmeg.planner.chips import Chip
@@ -113,7 +113,7 @@ def layer_work(s: Sizes, remat: str) -> tuple[float, float, float]:
     projections = D * K * (2 * s.heads + 2 * s.kv_heads)
     mlp = (3 if arch.activation == "swiglu" else 2) * D * s.mlp
     again = projections * ("middle" not in kept) + (mlp * 2 // 3) * ("gate_up" not in kept)
-    attention = 6 * N * s.tokens * s.heads * K
+    attention = 6 * N // s.tokens * causal_pairs(s.tokens, arch.sliding_window) * s.heads * K
     stream = STREAM_PASSES * (N * D // s.tp) * s.itemsize
     wide = MLP_PASSES * N * s.mlp * s.itemsize
     gradients = (3 if s.num_microbatches * s.pp > 1 else 1) * F32 * (projections + mlp)  # read, and the sum read and written
