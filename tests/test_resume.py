@@ -150,7 +150,11 @@ def test_the_model_cannot_change(flag: bool) -> None:
 
 
 def test_a_key_that_was_not_there_had_its_default() -> None:
-    """A config saved by an older version, and one with a key that is gone."""
+    """A config saved by an older version, and one with a key that is gone; a model from before there were windows."""
+    older = {name: value for name, value in manifest().arch.items() if name not in ("sliding_window", "head_dim")}
+    assert arch_changes(older, resolve_arch(SAVED.model)) == []
+    windowed = resolve_arch(ModelConfig(**asdict(SAVED.model) | {"sliding_window": 64}))
+    assert [str(change) for change in arch_changes(older, windowed)] == ["model.sliding_window null -> 64"]
     saved = manifest().config
     del saved["optim"]["final_lr_ratio"], saved["record"]
     saved["train"]["forgotten"] = 1

@@ -8,7 +8,7 @@ what it does. The model (`Arch`) cannot change.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from math import isclose
 from typing import Any
 
@@ -60,9 +60,9 @@ def config_changes(saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[Cha
 
 
 def arch_changes(saved: Mapping[str, Any], arch: Arch) -> list[Change]:
-    """Fields of the model that differ, as keys of the config."""
-    return [Change(key=f"model.{name}", old=saved[name], new=value) for name, value in asdict(arch).items()
-            if name in saved and saved[name] != value]
+    """Fields of the model that differ, as keys of the config. One that a saved model lacks is younger than it and had its default."""
+    pairs = [(field.name, saved.get(field.name, field.default), getattr(arch, field.name)) for field in fields(Arch)]
+    return [Change(key=f"model.{name}", old=old, new=new) for name, old, new in pairs if old is not MISSING and old != new]
 
 
 def problems(manifest: Manifest, config: Config, arch: Arch, learning_rate: LearningRate) -> list[str]:
