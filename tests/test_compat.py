@@ -48,8 +48,23 @@ def test_own_vjp_is_used():
 
 def test_cudnn_names_and_arguments():
     from jax._src.cudnn import fused_attention_stablehlo as fused
-    assert {"scale", "mask_type", "return_residual"} <= set(inspect.signature(fused.dot_product_attention).parameters)
-    assert list(inspect.signature(fused._dot_product_attention_bwd_rule).parameters) == [
-        "scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length", "is_training", "return_residual",
-        "res", "grad_output"]
-    assert fused.MaskType.CAUSAL and fused.AttentionLayout.BTNH.value is not None
+    operands = ["query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k", "page_table_v"]
+    saved = ["activation", "fwd_output", "grad_output"]
+    said = ["scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length"]
+    for name, wanted in (("fwd", [*operands, *said, "is_training"]), ("bwd", [*operands, *saved, *said])):
+        assert list(inspect.signature(getattr(fused, f"_dot_product_attention_{name}_abstract")).parameters) == wanted
+        assert getattr(fused, f"_dot_product_attention_{name}_p").multiple_results
+
+
+@pytest.mark.parametrize("per_row", [None, 3])
+def test_cudnn_attention_has_the_shapes_that_are_said(per_row):
+    def shape(*dims, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    q, kv, int32 = shape(2, 16, 8, 64), shape(2, 16, 4, 64), jnp.int32
+    ragged = per_row and _compat.Ragged(shape(2, per_row, dtype=int32), *[shape(2, per_row + 1, dtype=int32)] * 2)
+    out, lse = jax.eval_shape(lambda q, k, v, r: _compat.cudnn_attention(q, k, v, ragged=r, window=5), q, kv, kv, ragged)
+    assert out == q and lse == shape(2 * (per_row or 1), 8, 16, dtype=jnp.float32)
+    grads = jax.eval_shape(lambda *args: _compat.cudnn_attention_grad(*args[:-1], ragged=args[-1], window=5),
+                           q, kv, kv, out, lse, out, ragged)
+    assert grads == (q, kv, kv)
