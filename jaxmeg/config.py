@@ -122,9 +122,9 @@ class LayoutConfig:
     remat: str = "none"
     """What the backward pass recomputes: none, selective (all but named tensors) or full (whole layers)."""
     attention: str = "auto"
-    """Kernel of attention: auto (cudnn where it can, else xla), xla, cudnn or cudnn_packed. cudnn_packed works on each document of a row
-    alone, where cudnn reads a mask of all pairs of tokens; it needs data.max_documents, and Hopper or newer. It has never been run: no
-    speed is known."""
+    """Kernel of attention: auto (cudnn where it can, else xla), xla, cudnn or cudnn_packed. cudnn also takes head dims up to 256 on Hopper.
+    cudnn_packed works on each document of a row alone, where cudnn reads a mask of all pairs of tokens; it needs data.max_documents, and
+    Hopper or newer. Neither of these two has been run: no speed is known."""
     scan_layers: bool = True
     """Run the layers in a loop of the compiled program. false writes each layer out: with one stage and one microbatch less is copied
     and held, with more of them more is; compiling takes longer with every layer."""

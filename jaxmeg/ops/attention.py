@@ -26,37 +26,40 @@ Arrays3 = tuple[jax.Array, jax.Array, jax.Array]
 
 def choose_kernel(platform: str, dtype: str, head_dim: int, seq_len: int, packed: bool, capability: str | None,
                   wanted: str = "auto", max_documents: int | None = None) -> tuple[str, str]:
-    """(kernel, why): "cudnn" on NVIDIA GPUs from Ampere on for bf16 and fp16 with head dims up to 128, on Hopper 256, that are multiples
-    of 8, and rows of even length where documents share them; else "xla".
+    """(kernel, why): "cudnn" on NVIDIA GPUs from Ampere on for bf16 and fp16 with head dims up to 128 that are multiples of 8, and rows of
+    even length where documents share them; else "xla".
 
     packed: whether `segments` may be given. capability: the GPU's compute capability, such as "9.0"; None where it is not known.
-    wanted: layout.attention. "cudnn_packed" takes rows of documents, at most `max_documents` a row, from Hopper on. A kernel that can't
-    run here is not taken, and the reason says what stands in the way.
+    wanted: layout.attention. "cudnn" and "cudnn_packed" take head dims up to 256 on Hopper, which "auto" does not until they have been run;
+    "cudnn_packed" takes rows of documents, at most `max_documents` a row, from Hopper on. A kernel that can't run here is not taken, and
+    the reason says what stands in the way.
     """
     if wanted == "xla":
         return "xla", "as layout.attention says"
-    without_mask = _cudnn_or_xla(platform, dtype, head_dim, seq_len, False, capability)
-    masked = _cudnn_or_xla(platform, dtype, head_dim, seq_len, packed, capability)
+    version = None if capability is None else float(capability)
+    without_mask, masked = (_cudnn_or_xla(platform, dtype, head_dim, seq_len, mask, version, wanted != "auto") for mask in (False, packed))
     if wanted != "cudnn_packed" or not packed or without_mask[0] == "xla":
         return masked
     if max_documents is None:
         return masked[0], "cudnn_packed needs data.max_documents"
-    if capability is None or float(capability) < 9.0:
+    if version is None or version < 9.0:
         return masked[0], f"cudnn_packed needs compute capability 9.0 (Hopper) or newer, this GPU has {capability}"
     return "cudnn_packed", f"{without_mask[1]}, at most {max_documents} documents a row"
 
 
-def _cudnn_or_xla(platform: str, dtype: str, head_dim: int, seq_len: int, masked: bool, capability: str | None) -> tuple[str, str]:
-    version = None if capability is None else float(capability)
+def _cudnn_or_xla(platform: str, dtype: str, head_dim: int, seq_len: int, masked: bool, version: float | None,
+                  asked: bool) -> tuple[str, str]:
     widest = 256 if version is not None and int(version) == 9 else 128  # forward and backward; Blackwell's backward ends at 128
     if platform not in ("cuda", "gpu"):
         return "xla", f"cuDNN needs an NVIDIA GPU, this is {platform}"
     if version is not None and version < 8.0:
-        return "xla", f"cuDNN's flash attention needs compute capability 8.0 (Ampere) or newer, this GPU has {capability}"
+        return "xla", f"cuDNN's flash attention needs compute capability 8.0 (Ampere) or newer, this GPU has {version}"
     if dtype not in ("bf16", "fp16"):
         return "xla", f"cuDNN's flash attention takes bf16 or fp16, not {dtype}"
     if head_dim > widest or head_dim % 8:
         return "xla", f"cuDNN's flash attention takes head dims up to {widest} in steps of 8, not {head_dim}"
+    if head_dim > 128 and not asked:
+        return "xla", f"cuDNN was not tried with head dim {head_dim} yet: layout.attention cudnn takes it"
     if masked and seq_len % 2:
         return "xla", f"cuDNN's flash attention keeps documents apart in rows of even length, not of {seq_len} tokens"
     return "cudnn", f"{dtype}, head dim {head_dim}"
