@@ -89,12 +89,13 @@ def parameter_shapes(model: Any, num_rows: int) -> Any:
 
 
 def attention_kernel(data: DataConfig, compute: str, head_dim: int, device: Any, platform: str | None = None,
-                     wanted: str = "auto") -> tuple[str, str]:
+                     wanted: str = "auto", window: int | None = None) -> tuple[str, str]:
     """(kernel, why) on a device, which may be a stand-in for one of `platform`. Whether documents share rows in fact is known when
     the data is read; here it counts whether they may. wanted: layout.attention."""
     packed = data.separate and data.packing != "none"
     capability = getattr(device, "compute_capability", None)
-    return choose_kernel(platform or str(device.platform), compute, head_dim, data.seq_len, packed, capability, wanted, data.max_documents)
+    return choose_kernel(platform or str(device.platform), compute, head_dim, data.seq_len, packed, capability, wanted, data.max_documents,
+                         window)
 
 
 def build(config: Config, devices: Sequence[Any], platform: str | None = None, own: OwnModel | None = None) -> Setup:
@@ -107,7 +108,8 @@ def build(config: Config, devices: Sequence[Any], platform: str | None = None, o
     arch = resolved.arch
     mesh = build_mesh({str(axis): size for axis, size in resolved.mesh.items()}, devices)
     compute = "fp32" if own else compute_dtype(config.precision.compute, devices[0])
-    kernel, reason = attention_kernel(config.data, compute, arch.head_dim, devices[0], platform, config.layout.attention)
+    kernel, reason = attention_kernel(config.data, compute, arch.head_dim, devices[0], platform, config.layout.attention,
+                                      arch.sliding_window)
     placement = place_layers(arch.num_layers, resolved.mesh[Axis.PP], resolved.chunks)
     options = Options(dtype=jnp.dtype(DTYPES[compute]), kernel=kernel, dropout=config.train.dropout,
                       max_documents=config.data.max_documents)

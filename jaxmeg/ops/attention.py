@@ -25,19 +25,21 @@ Arrays3 = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def choose_kernel(platform: str, dtype: str, head_dim: int, seq_len: int, packed: bool, capability: str | None,
-                  wanted: str = "auto", max_documents: int | None = None) -> tuple[str, str]:
+                  wanted: str = "auto", max_documents: int | None = None, window: int | None = None) -> tuple[str, str]:
     """(kernel, why): "cudnn" on NVIDIA GPUs from Ampere on for bf16 and fp16 with head dims up to 128 that are multiples of 8, and rows of
     even length where documents share them; else "xla".
 
     packed: whether `segments` may be given. capability: the GPU's compute capability, such as "9.0"; None where it is not known.
-    wanted: layout.attention. "cudnn" and "cudnn_packed" take head dims up to 256 on Hopper, which "auto" does not until they have been run;
-    "cudnn_packed" takes rows of documents, at most `max_documents` a row, from Hopper on. A kernel that can't run here is not taken, and
-    the reason says what stands in the way.
+    wanted: layout.attention. "cudnn" and "cudnn_packed" take head dims up to 256 on Hopper and windows, which "auto" does not until they
+    have been run (beside documents a window is part of their mask, which has); "cudnn_packed" takes rows of documents, at most
+    `max_documents` a row, from Hopper on. A kernel that can't run here is not taken, and the reason says what stands in the way.
     """
     if wanted == "xla":
         return "xla", "as layout.attention says"
     version = None if capability is None else float(capability)
     without_mask, masked = (_cudnn_or_xla(platform, dtype, head_dim, seq_len, mask, version, wanted != "auto") for mask in (False, packed))
+    if wanted == "auto" and window is not None and not packed and masked[0] == "cudnn":
+        return "xla", "cuDNN was not tried with a window yet: layout.attention cudnn takes it"
     if wanted != "cudnn_packed" or not packed or without_mask[0] == "xla":
         return masked
     if max_documents is None:
