@@ -77,6 +77,26 @@ def config_of(values: Mapping[str, Any] | str | Path) -> Config:
     return read([f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()])
 
 
+def take_auto(argv: Sequence[str]) -> tuple[list[str], bool]:
+    """`--mesh auto` and `--mesh tp=2,auto` taken out of a command line: what is left of it, and whether there was one."""
+    rest, found, words = [], False, list(argv)
+    while words:
+        word = words.pop(0)
+        name, has_value, value = word.partition("=")
+        if name != "--mesh":
+            rest.append(word)
+            continue
+        value = value if has_value else words.pop(0) if words else ""
+        axes = [part.strip() for part in value.split(",")]
+        found = "auto" in axes
+        named = [part for part in axes if part != "auto"]
+        if not found:
+            rest += [f"--mesh={value}"]
+        else:
+            rest += [f"--mesh.{axis}={size}" for axis, _, size in (part.partition("=") for part in named)]
+    return rest, found
+
+
 def given_keys(argv: Sequence[str]) -> frozenset[str]:
     """The keys that a command line or its config files name, of one that `read` accepts."""
     paths, overrides, _, _ = _read_argv(argv)
@@ -133,11 +153,11 @@ def check(config: Config, num_devices: int, *, warn: bool = True) -> Resolved:
     return resolve(config, num_devices)
 
 
-def start(config: Config) -> Devices:
+def start(config: Config, *, whole: bool = True) -> Devices:
     """Count the devices, check config and environment for them, and set what jax reads when it is first imported.
 
-    Returns the devices. Process 0 prints the warnings, one line where devices are emulated, and what was set. Exits with 2 where no run
-    can start.
+    whole: whether the config is to be checked; not while its layout is still to be chosen. Returns the devices. Process 0 prints the
+    warnings, one line where devices are emulated, and what was set. Exits with 2 where no run can start.
     """
     processes = find_processes(config.distributed, os.environ)
     devices = plan_devices(config, processes=processes)
@@ -145,7 +165,8 @@ def start(config: Config) -> Devices:
     if found:
         fail(found)
     first = processes.index == 0
-    check(config, devices.count, warn=first)
+    if whole:
+        check(config, devices.count, warn=first)
     for line in filter(None, (processes.note, *variables.warnings(os.environ, 0 if devices.emulated else devices.count))) if first else ():
         print(f"warning: {line}", file=sys.stderr)
     if first and devices.message:
@@ -260,7 +281,9 @@ def _read_mesh(text: str) -> tuple[Overrides, list[str]]:
     found: list[str] = []
     for part in text.split(","):
         axis, equals, size = (piece.strip() for piece in part.partition("="))
-        if not equals:
+        if part.strip() == "auto":
+            found.append(f"--mesh {shown(text)}: only scripts/train.py chooses a mesh: name one; scripts/plan.py ranks them")
+        elif not equals:
             found.append(f"--mesh {shown(text)}: {shown(part)!r} is not axis=size: write for example tp=4,pp=2")
         elif axis not in list(AXES):
             found.append(f"--mesh {shown(text)}: unknown axis {shown(axis)}: {did_you_mean(shown(axis), AXES)}use {any_of(AXES)}")

@@ -5,15 +5,16 @@ import os
 import sys
 import traceback
 
-from jaxmeg.cli import ConfigError, fail, parse, start
+from jaxmeg.cli import ConfigError, check, fail, given_keys, parse, start, take_auto
 from jaxmeg.config import Config, mesh_sizes
 from jaxmeg.processes.roll_call import StartError
 from jaxmeg.processes.variables import MEMORY_FRACTION, collective_of, explain
 
 
 def main(argv: list[str]) -> int:
+    argv, auto = take_auto(argv)
     config = parse(argv)
-    devices = start(config)
+    devices = start(config, whole=not auto)
 
     import jax  # from here on the number of devices is fixed
 
@@ -28,12 +29,32 @@ def main(argv: list[str]) -> int:
         if len(jax.devices()) < devices.count:
             fail([f"jax sees {len(jax.devices())} {jax.default_backend()} devices, and the run has {devices.count}: check the driver and "
                   "jax's plugin with scripts/doctor.py, or run on the CPU with --emulate"])
-        return leave(train(config))
+        return leave(train(laid_out(config, argv) if auto else config))
     except SystemExit as end:
         return leave(int(end.code or 0))
     except Exception:
         traceback.print_exc()
         return leave(1)
+
+
+def laid_out(config: Config, argv: list[str]) -> Config:
+    """The config with a layout chosen for the devices; what argv names stays as it is."""
+    import jax
+
+    from jaxmeg.planner.auto import AutoError, choose
+
+    if config.model.module is not None:
+        fail(["--mesh auto does not work with model.module: use --mesh dp=N and --zero"])
+    device = jax.devices()[0]
+    memory = (device.memory_stats() or {}).get("bytes_limit", 0) / MEMORY_FRACTION
+    try:
+        config, why = choose(config, given_keys(argv), device.device_kind, memory, jax.device_count())
+    except AutoError as error:
+        fail([str(error)])
+    check(config, jax.device_count())
+    if jax.process_index() == 0:
+        print("mesh auto:", *why, sep="\n  ", file=sys.stderr)
+    return config
 
 
 def train(config: Config) -> int:

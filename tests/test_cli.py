@@ -66,6 +66,7 @@ def test_tables_name_keys_that_exist():
         ("--mesh tp=4,tp=2", "--mesh tp=4,tp=2: axis tp is named twice: name it once"),
         ("--mesh tp=0", "--mesh tp=0: tp=0 is not a size: use a whole number of 1 or more"),
         ("--mesh tp=a", "--mesh tp=a: tp=a is not a size: use a whole number of 1 or more"),
+        ("--mesh tp=2,auto", "--mesh tp=2,auto: only scripts/train.py chooses a mesh: name one; scripts/plan.py ranks them"),
         ("--mesh 4", "--mesh 4: '4' is not axis=size: write for example tp=4,pp=2"),
         ("--optim.lr=fast", "optim.lr=fast has the wrong type: give a number"),
         ("--steps 1.5", "train.steps=1.5 has the wrong type: give a whole number"),
@@ -141,6 +142,13 @@ def test_resume_stands_on_the_config_of_the_run(tmp_path):
     other = cli.parse(["--mesh", "dp=4", "--resume", str(folder), "--lr", "1e-3"])
     assert (other.mesh.pp, other.mesh.dp, other.pipeline.schedule, other.pipeline.chunks, other.optim.lr) == (1, 4, None, None, 1e-3)
     assert cli.parse(["--mesh", "pp=4", "--schedule", "gpipe", "--resume", str(folder)]).pipeline.schedule == "gpipe"
+
+
+def test_a_mesh_to_be_chosen_is_taken_out_of_the_command_line():
+    assert cli.take_auto(["--zero", "3", "--mesh", "auto"]) == (["--zero", "3"], True)
+    assert cli.take_auto(["--mesh=tp=2,auto", "--lr", "1"]) == (["--mesh.tp=2", "--lr", "1"], True)
+    assert cli.take_auto(["--mesh", "tp=2,dp=4"]) == (["--mesh=tp=2,dp=4"], False)
+    assert cli.given_keys(["--mesh.tp=2", "--zero", "3"]) == {"mesh.tp", "layout.zero"}
 
 
 def test_a_mesh_on_the_command_line_is_the_whole_mesh(tmp_path):

@@ -18,6 +18,7 @@ from jaxmeg.hardware import PEAK_TFLOPS, peak_tflops
 from jaxmeg.pipeline.schedules import make_table
 from jaxmeg.planner import paper, questions
 from jaxmeg.planner.advice import advice, after_failure, chip_of
+from jaxmeg.planner.auto import AutoError, choose
 from jaxmeg.planner.chips import ChipError, known_chips, parse_cluster, read_chips
 from jaxmeg.planner.leaves import placed_leaves
 from jaxmeg.planner.memory import inbox_slots, kept_bytes, plan_memory, ring_slots, sizes_of
@@ -334,3 +335,25 @@ def test_checkpointing_decides_whether_30b_fits_and_what_wins_depends_on_the_lin
     rates = [[float(number.replace(",", "")) for number in re.findall("(?:ZeRO 3|parallel) ([0-9,]+)", line)] for line in lines[:4]]
     (fast_few, _, slow_few, slow_many) = [zero > tensor for zero, tensor in rates]
     assert fast_few and slow_many and not slow_few
+
+
+# ---------------------------------------------------------------- --mesh auto
+def test_auto_keeps_what_is_given_and_says_why():
+    config = config_of("--model llama3.1-8b --seq_len 4096 --global_batch 64 --zero 3")
+    chosen, why = choose(config, {"layout.zero"}, "NVIDIA H100 80GB HBM3", 79 * 2**30, 8)
+    assert chosen.layout.zero == 3 and not problems(chosen, 8) and len(why) == 3
+    best, following = search(config, parse_cluster("8xH100-80G"), {"layout.zero"}, top=2).fitting
+    assert chosen == best.config
+    assert "8xH100-80G" in why[0] and f"{best.speed.tokens_per_second:,.0f} tokens/s: predicted" in why[1]
+    assert f"{following.speed.seconds / best.speed.seconds - 1:.1%} slower" in why[2]
+    assert "as if each were a H100-80G" in choose(small(), (), "cpu", 0, 8)[1][0]
+
+
+@pytest.mark.parametrize(("line", "count", "says"), [
+    ("--model toy --global_batch 7 --seq_len 7", 8, "no legal layout of 8 devices for data.global_batch=7"),
+    ("--model llama3.1-70b --seq_len 4096 --global_batch 8", 8, "nothing fits 8xH100-80G"),
+])
+def test_auto_says_in_one_line_that_there_is_none(line, count, says):
+    with pytest.raises(AutoError, match=says) as refused:
+        choose(config_of(line), (), "NVIDIA H100 80GB HBM3", 79 * 2**30, count)
+    assert "\n" not in str(refused.value)
