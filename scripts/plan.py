@@ -30,6 +30,7 @@ def main(argv: list[str]) -> None:
                     "scripts/train.py besides: what is given is fixed, everything else of the layout is tried.", allow_abbrev=False)
     parser.add_argument("--gpus", required=True, metavar="COUNTxCHIP", help=f"for example 8xH100-80G; chips: {', '.join(known_chips())}")
     parser.add_argument("--chips", metavar="FILE", help="YAML of further chips, written like jaxmeg/planner/chips.yaml")
+    parser.add_argument("--rates", metavar="FILE", help="rates measured by scripts/calibrate.py, instead of published ones")
     parser.add_argument("--seq", dest="seq_len", metavar="TOKENS", help="short for --seq_len")
     parser.add_argument("--top", type=int, default=8, help="layouts shown (default: 8)")
     parser.add_argument("--explain", action="store_true", help="print the formula behind every number")
@@ -61,10 +62,20 @@ def _refuse(config: Config, cluster: Cluster) -> None:
 
 
 def show(config: Config, cluster: Cluster, given: frozenset[str], args: argparse.Namespace) -> None:
+    from jaxmeg.arch import resolve_arch
     from jaxmeg.planner import advice, text
+    from jaxmeg.planner.calibrate import RatesError, read_rates
+    from jaxmeg.planner.rates import rates_of
     from jaxmeg.planner.search import search
     from jaxmeg.validate.check import problems
-    found = search(config, cluster, given, args.top)
+    rates = None
+    if args.rates:
+        try:
+            measured = read_rates(args.rates)
+        except RatesError as error:
+            cli.fail([str(error)])
+        rates = rates_of(cluster.chip, resolve_arch(config.model).head_dim, measured=measured)
+    found = search(config, cluster, given, args.top, rates)
     if not found.tried:
         cli.fail(problems(config, cluster.count) or [f"no mesh of {cluster.count} GPUs divides the model's sizes and "
                  f"data.global_batch={config.data.global_batch} as given: give less, or another batch"])

@@ -40,7 +40,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     + ("bench.breakdown", "bench.profile", "bench.roof")
     + tuple(f"record.{name}" for name in ("cache", "compiles", "folder", "late", "log", "memory", "profile", "speed")),
     tuple(f"planner.{name}" for name in (
-        "leaves", "memory", "traffic", "speed", "search", "check", "text", "questions", "explain", "advice", "auto")),
+        "leaves", "memory", "traffic", "speed", "search", "check", "text", "questions", "explain", "advice", "auto", "calibrate")),
     ("train", "start", "task", "engine", "journal", "evaluate", "verify.measure", "verify.run", "ablate", "report", "pipeline.check")
     + ("bench.measure", "bench.peers"),
 )

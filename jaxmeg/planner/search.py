@@ -77,9 +77,11 @@ class Found:
     tried: int
 
 
-def search(config: Config, cluster: Cluster, given: Container[str] = (), top: int = 10) -> Found:
-    """given: keys of the config that the user fixed, such as "layout.zero"; a mesh axis that is fixed is named like "mesh.tp"."""
-    rates = rates_of(cluster.chip, resolve_arch(config.model).head_dim)
+def search(config: Config, cluster: Cluster, given: Container[str] = (), top: int = 10, rates: Rates | None = None) -> Found:
+    """rates: measured ones.
+
+    given: keys of the config that the user fixed, such as "layout.zero"; a mesh axis that is fixed is named like "mesh.tp"."""
+    rates = rates or rates_of(cluster.chip, resolve_arch(config.model).head_dim)
     budgeted = budget(cluster)
     fitting: list[Plan] = []
     nearest: list[tuple[int, Config]] = []
