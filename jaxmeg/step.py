@@ -98,14 +98,25 @@ def abstract_rows(setup: Setup, num_microbatches: int, seq_len: int, packed: boo
 
 # ------------------------------------------------------------------ inside shard_map
 def _compute_weights(setup: Setup, params: Any) -> Any:
-    """Parameters in the compute dtype (norms and biases of the width stay fp32), put together if that is once a step."""
-    dtype = DTYPES[setup.compute]
+    """Parameters in the compute dtype (norms and biases of the width stay fp32), put together if that is once a step.
+
+    Layers written out, in one chunk a stage, come as a list of one tree a layer: picked before they are cast, none is copied.
+    """
+    dtype, layout = DTYPES[setup.compute], setup.layout
 
     def cast(leaf: LeafLayout, x: jax.Array) -> jax.Array:
         return x.astype(dtype) if sum(dim != "layers" for dim in leaf.dims) > 1 else x
 
-    layout = setup.layout
-    return layout.gather(layout.map(cast, parallel.vary(params)), layout.leaves, "step")
+    def ready(tree: Any, leaves: Any) -> Any:
+        return layout.gather(layout.map(cast, tree, leaves=leaves), leaves, "step")
+
+    params = parallel.vary(params)
+    weights = {name: ready(part, layout.leaves[name]) for name, part in params.items() if name != "layers"}
+    layers = params["layers"]
+    if setup.config.layout.scan_layers or setup.resolved.chunks > 1:
+        return weights | {"layers": ready(layers, layout.leaves["layers"])}
+    rows = range(jax.tree.leaves(layers)[0].shape[0])
+    return weights | {"layers": [ready(jax.tree.map(lambda x, i=i: x[i], layers), layout.leaves["layers"]) for i in rows]}
 
 
 def work_of(setup: Setup, params: Any, rows: Rows, weights: jax.Array, key: jax.Array | None) -> Work:

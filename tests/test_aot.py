@@ -55,7 +55,8 @@ def main(names: list[str]) -> None:
             "donated": sizes.alias_size_in_bytes,
             "temporaries": sizes.temp_size_in_bytes,
             "unclassified": [f"{kernel}: {origin.source}" for kernel, origin in hlo.origins(text).items()
-                             if origin.op in ("copy", "custom-call", "fusion") and classify(kernel, origin) == UNCLASSIFIED],
+                             if origin.op in ("copy", "custom-call", "fusion") and origin.target != "AllocateBuffer"
+                             and classify(kernel, origin) == UNCLASSIFIED],
         }
     print(json.dumps(facts))
 
@@ -154,7 +155,7 @@ def test_layouts(gpu_compiler_environment):
         work = fact.pop("temporaries") - sum(parts_of_temporaries(CASES[name]).values())
         assert fact == expected_facts(name), name
         needed = vocabulary_work(CASES[name])
-        assert 0.9 * needed <= work <= needed + slack[name] * GIB, (name, work / GIB, needed / GIB)
+        assert 0.8 * needed <= work <= needed + slack[name] * GIB, (name, work / GIB, needed / GIB)  # it may lie where the ring was
 
 
 # GiB on each of 8 devices of: fp32 gradients, bf16 weights, ring, inboxes; then everything else that is temporary

@@ -316,14 +316,15 @@ def test_a_computation_that_is_called_twice_counts_twice():
     )
     text = module(
         "%p = f32[64]{0} parameter(0)",
+        '%empty = f32[64]{0} custom-call(), custom_call_target="AllocateBuffer"',
         "%first = f32[64]{0} call(%p), to_apply=%shared",
         "ROOT %second = f32[64]{0} call(%first), to_apply=%shared",
         before=called,
     )
     program = hlo.read(text, SHAPE)
     assert program.totals("op")["all-reduce",].count == 2
-    assert program.custom_calls == {"kernel": 2}
-    assert program.instructions == 3 + 3 + 3 + 2 + 2 + 3  # of the text: entry, add, gemm, loop, wrapped, shared
+    assert program.custom_calls == {"kernel": 2}  # memory that nobody fills is no kernel
+    assert program.instructions == 4 + 3 + 3 + 2 + 2 + 3  # of the text: entry, add, gemm, loop, wrapped, shared
 
 
 def test_dots_are_counted_by_types_and_precision():

@@ -74,6 +74,7 @@ FP32 = [
     # layers written out instead of looped over
     Row(scan_layers=False),
     Row(scan_layers=False, microbatch=2, remat="full"),
+    Row("dp=2,tp=2", zero=2, scan_layers=False),
     Row("pp=2,dp=2,tp=2", zero=3, scan_layers=False),
     Row("pp=4", arch="llama6", scan_layers=False, remat="selective"),
     Row("pp=2,tp=2,dp=2", zero=2, schedule="interleaved", chunks=2, arch="llama6", scan_layers=False, packed=True),

@@ -153,7 +153,9 @@ class Decoder:
         def run(params: Any, x: jax.Array, layer: jax.Array, context: Context) -> jax.Array:
             return self.parts["layers"].bind(params)(x, layer, context)
         policy = jax.checkpoint_policies.save_only_these_names(*REMAT[self.remat])
-        return jax.checkpoint(run, policy=policy, prevent_cse=not self.scan_layers)(params, x_BtD, layer, context)
+        # Written out, the compiler would merge what is redone with the forward pass: a barrier on all but the weights, which it would copy.
+        barrier = False if self.scan_layers else (False, True, True, True)
+        return jax.checkpoint(run, policy=policy, prevent_cse=barrier)(params, x_BtD, layer, context)
 
     def head_params(self, params: Any) -> Any:
         """The parts that `loss` and `next_token_logits` read: a tied head brings the embedding."""

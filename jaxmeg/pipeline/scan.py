@@ -121,7 +121,9 @@ class Work:
         after: ZeRO 3 gathers again once this is known. Written-out layers would else gather once, and hold all weights until then.
         """
         row = chunk * self.layers_per_chunk + i
-        picked = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, 0, keepdims=False), self.weights["layers"])
+        layers = self.weights["layers"]
+        picked = (layers[i] if isinstance(layers, list)
+                  else jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, 0, keepdims=False), layers))
         if after is not None and not self.scan_layers and self.layout.zero.gather_weights == "use":
             picked, _ = lax.optimization_barrier((picked, after))
         return row, self.layer_of_row[row], f32(self.layout.gather(picked, self.layout.leaves["layers"], "use"))
@@ -147,7 +149,7 @@ class Work:
         def trace(x: jax.Array) -> list[jax.Array]:
             nonlocal rebuild
             zero = parallel.vary(jnp.int32(0))
-            _, layer, w = self.layer(zero, zero)
+            _, layer, w = self.layer(zero, 0)
             _, kept, rebuild = self._layer_vjp(w, x, layer, self.batch.context(zero))
             return kept
         return jax.eval_shape(trace, self.activation), rebuild
@@ -161,11 +163,12 @@ class Work:
             carry = one(carry, i)
         return carry
 
-    def empty_ring(self, slots: int) -> Tree:
+    def empty_ring(self, slots: int, blank: Callable[..., jax.Array] = jnp.zeros) -> Tree:
         """Residuals of `slots` (chunk, microbatch) pairs: leaves [slots, layers of a chunk, ...], or with layers written out one
-        list a layer of leaves [slots, ...]; of one slot the compiler then keeps the values where they were made."""
+        list a layer of leaves [slots, ...]; of one slot the compiler then keeps the values where they were made. blank: zeros where
+        a slot may be read before it is written (a bubble multiplies it by zero), jax.lax.empty where none is."""
         def empty(*sizes: int) -> list[jax.Array]:
-            return [parallel.vary(jnp.zeros((*sizes, *k.shape), k.dtype)) for k in self.kept]
+            return [parallel.vary(blank((*sizes, *k.shape), k.dtype)) for k in self.kept]
         return empty(slots, self.layers_per_chunk) if self.scan_layers else [empty(slots) for _ in range(self.layers_per_chunk)]
 
     def keep(self, ring: Tree, kept: list[jax.Array], slot: jax.Array, i: Any) -> Tree:
@@ -235,8 +238,11 @@ class Work:
         parts = self.layout.scatter(parts, leaves, "use", self.reduce_dtype)
         return {**grads, **{name: jax.tree.map(jnp.add, grads[name], part) for name, part in parts.items()}}
 
-    def zero_grads(self) -> Tree:
-        return self.layout.map(lambda leaf: parallel.vary(jnp.zeros(self.layout.grad_shape(leaf), jnp.float32)))
+    def zero_grads(self, layers: Callable[..., jax.Array] = jnp.zeros) -> Tree:
+        """Gradients to add to. layers: jax.lax.empty where those of the layers are set before they are read."""
+        def start(blank: Callable[..., jax.Array], leaves: Tree) -> Tree:
+            return self.layout.map(lambda leaf: parallel.vary(blank(self.layout.grad_shape(leaf), jnp.float32)), leaves=leaves)
+        return {name: start(layers if name == "layers" else jnp.zeros, leaves) for name, leaves in self.layout.leaves.items()}
 
 
 # ------------------------------------------------------------------ one stage: plain gradient accumulation
@@ -248,10 +254,12 @@ def _accumulate(work: Work, num_microbatches: int) -> tuple[jax.Array, Tree]:
         loss, ring, grads = carry
         ring, y = work.forward(ring, work.embed(m), m, zero, zero)
         grads, microbatch_loss, dy = work.head(grads, m, y)
-        grads, dx = work.backward(ring, grads, dy, m, zero, zero, first=num_microbatches == 1)
+        grads, dx = work.backward(ring, grads, dy, m, zero, zero, first=once)
         return (loss + microbatch_loss, ring, work.embed_backward(grads, m, dx)), None
 
-    start = (parallel.vary(jnp.float32(0)), work.empty_ring(1), work.zero_grads())
+    once = num_microbatches == 1
+    blank = lax.empty if once and work.scan_layers else jnp.zeros  # written out, zeros are left out anyway, and empty memory is held early
+    start = (parallel.vary(jnp.float32(0)), work.empty_ring(1, lax.empty), work.zero_grads(blank))
     (loss, _, grads), _ = lax.scan(one, start, parallel.vary(jnp.arange(num_microbatches, dtype=jnp.int32)))
     return loss, grads
 
