@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxmeg.mesh import build_mesh
-from jaxmeg.ops.vocab import CHUNK_LOGITS, default_chunks, logits, lookup, token_loss
+from jaxmeg.ops.vocab import CHUNK_LOGITS, default_chunks, log_sum_exp_parts, logits, lookup, token_loss
 from jaxmeg.parallel import AXES, computes_loss, only_on, vary
 
 VOCAB, WIDTH, TOKENS = 250, 8, 28  # neither the ranks divide the vocabulary, nor 3 or 8 chunks the tokens
@@ -212,6 +212,18 @@ def test_logits_are_the_plain_product_and_padding_is_last(case: Case) -> None:
     z = z.reshape(-1, z.shape[-1]).T
     np.testing.assert_allclose(z[:, :VOCAB], h @ table.T, atol=1e-4)
     assert (z[:, VOCAB:] == np.finfo(np.float32).min).all()
+
+
+def test_one_pass_log_sum_exp_survives_any_size_and_order() -> None:
+    """Against fp64, where the largest element comes first, last, everywhere, is huge, or there is nothing but padding."""
+    ramp, lowest = np.linspace(-1e4, 1e4, 300, dtype=np.float32), np.finfo(np.float32).min
+    rows = np.stack([ramp, ramp[::-1], np.full(300, 77.0), 50 * random(1, 300), np.where(ramp > 0, lowest, ramp), np.full(300, -3e38),
+                     np.full(300, lowest)]).astype(np.float32)
+    peak, total = jax.jit(log_sum_exp_parts)(rows)
+    exact = rows.astype(np.float64)
+    np.testing.assert_array_equal(peak, rows.max(-1))
+    np.testing.assert_allclose(total, np.exp(exact - exact.max(-1, keepdims=True)).sum(-1), rtol=1e-5)
+    assert total[2] == 300
 
 
 # ---------------------------------------------------------------- lookup

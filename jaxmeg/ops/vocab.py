@@ -59,11 +59,22 @@ def logits(h_ND: jax.Array, table_VD: jax.Array, axes: tuple[str, ...], vocab_si
     return jnp.where(ids < vocab_size, out, jnp.finfo(jnp.float32).min)
 
 
+def log_sum_exp_parts(z: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Largest element of each row, and sum of exp(element - largest), fp32 [N] each, in one pass over the rows (Milakov and
+    Gimelshein 2018): a pair of the two is what is reduced."""
+    def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        peak = jnp.maximum(a[0], b[0])
+        return peak, a[1] * jnp.exp(a[0] - peak) + b[1] * jnp.exp(b[0] - peak)
+    lowest = jnp.float32(jnp.finfo(jnp.float32).min)  # not -inf: the difference of two has to be 0
+    return lax.reduce((z, jnp.ones_like(z)), (lowest, jnp.float32(0)), merge, (1,))
+
+
 def _chunk(h: jax.Array, table: jax.Array, labels: jax.Array, weights: jax.Array, axes: tuple[str, ...], vocab_size: int):
     """Loss of one chunk of tokens, and what its gradient needs: (loss [], logits, max, sum of exponentials, one-hot rows)."""
     z = logits(h, table, axes, vocab_size)
-    peak = parallel.all_max(jnp.max(z, -1), axes)
-    total = parallel.all_sum(jnp.sum(jnp.exp(z - peak[:, None]), -1), axes)
+    own_peak, own_total = log_sum_exp_parts(z)
+    peak = parallel.all_max(own_peak, axes)
+    total = parallel.all_sum(own_total * jnp.exp(own_peak - peak), axes)
     index, here = _local(table, labels, axes)
     hit = (lax.broadcasted_iota(jnp.int32, z.shape, 1) == index[:, None]) & here[:, None]
     target = parallel.all_sum(jnp.sum(parallel.only_on(hit, z), -1), axes)
@@ -112,6 +123,7 @@ def _gathered_chunks(h_BtD, table, labels_BT, weights_BT, num_chunks: int | None
 
 def _token_loss_fwd(h_BtD, table_VD, labels_BT, weights_BT, axes, vocab_size, num_chunks):
     table = table_VD.astype(h_BtD.dtype)
+    part = jnp.float32 if parallel.active({"tp", *axes}) else h_BtD.dtype  # of the gradient of h: rounded after ranks are added
 
     def one(chunk):
         h, labels, weights = chunk
@@ -119,7 +131,7 @@ def _token_loss_fwd(h_BtD, table_VD, labels_BT, weights_BT, axes, vocab_size, nu
         p = jnp.exp(z - peak[:, None]) / exp_sum[:, None]
         dz = ((p - hit.astype(jnp.float32)) * weights[:, None]).astype(h.dtype)
         dtable = lax.dot_general(dz, h, (((0,), (0,)), ((), ())), preferred_element_type=table_VD.dtype)
-        return (loss, dtable), jnp.dot(dz, table, preferred_element_type=jnp.float32)
+        return (loss, dtable), jnp.dot(dz, table, preferred_element_type=jnp.float32).astype(part)
 
     def add(sums, chunk):
         more, dh = one(chunk)
