@@ -179,6 +179,18 @@ def test_norm_equals_its_formula(kind: str, dtype: str, shape: tuple[int, ...]) 
         assert got.dtype == jnp.float32 and error(got, exact) < 3e-6  # summed in fp32, never rounded
 
 
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e14])
+def test_rms_norm_and_its_gradient_at_any_size(size: float) -> None:
+    """fp64 by hand; an input of 1e14 has a scale of 1e-14, whose third power is no fp32 number."""
+    x, dy, w = random(1, 6, 32, scale=size), random(2, 6, 32), 1 + random(3, 32, scale=0.3)
+    y, (dx, dw) = with_grads(lambda x, w: rms_norm(x, w, EPS), dy, x, w)
+    x64, dy64, w64 = (a.astype(np.float64) for a in (x, dy, w))
+    scale = 1 / np.sqrt((x64**2).mean(-1, keepdims=True) + EPS)
+    assert error(y, x64 * scale * w64) < 1e-6
+    assert error(dx, scale * dy64 * w64 - scale**3 * x64 * (dy64 * w64 * x64).mean(-1, keepdims=True)) < 1e-6
+    assert error(dw, (dy64 * x64 * scale).sum(0)) < 1e-6
+
+
 # ---------------------------------------------------------------- rope
 def complex_rotation(x: np.ndarray, positions: np.ndarray, theta: float, back: bool = False) -> np.ndarray:
     """Dims i and i + K/2 are the parts of a complex number, turned by position * theta**(-2i/K); fp64."""
