@@ -155,7 +155,8 @@ def test_layouts(gpu_compiler_environment):
         work = fact.pop("temporaries") - sum(parts_of_temporaries(CASES[name]).values())
         assert fact == expected_facts(name), name
         needed = vocabulary_work(CASES[name])
-        assert 0.8 * needed <= work <= needed + slack[name] * GIB, (name, work / GIB, needed / GIB)  # it may lie where the ring was
+        least = 0.9 if CASES[name].scan_layers else 0.8  # it may lie where the ring was
+        assert least * needed <= work <= needed + slack[name] * GIB, (name, work / GIB, needed / GIB)
 
 
 # GiB on each of 8 devices of: fp32 gradients, bf16 weights, ring, inboxes; then everything else that is temporary
