@@ -191,6 +191,11 @@ class PrecisionConfig:
     """Format in which ZeRO 2 and 3 reduce-scatter gradients: fp32 or bf16."""
     matmul: str = "default"
     """Precision of fp32 matrix multiplications: default (the chip's, may be TF32) or highest."""
+    fp8: bool = False
+    """Multiply the layers' matrices in FP8 (e4m3 forward, e5m2 for gradients, one scale a tensor, fp32 sums). Needs compute bf16,
+    which auto is then. Faster on GPUs of compute capability 8.9 and newer; elsewhere the same numbers are multiplied in bf16."""
+    fp8_head: bool = False
+    """With fp8: those of the output head too."""
     loss_scale_init: float = 65536.0
     """fp16: first loss scale."""
     loss_scale_growth_interval: int = 2000

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmeg._compat import varying_axes
 from jaxmeg.config import Axis
-from jaxmeg.precision import dot
+from jaxmeg.precision import Dots
 
 AXES: tuple[str, ...] = tuple(axis.value for axis in Axis)
 DATA_AXES: tuple[str, ...] = (Axis.REP, Axis.DP, Axis.EP)  # rows of the batch are split over these
@@ -106,18 +106,18 @@ def token_positions(num_tokens: int, gathered: bool) -> jax.Array:
     return positions if gathered else positions + lax.axis_index(Axis.TP) * num_tokens
 
 
-def gather_matmul(x_BtD: jax.Array, *weights: jax.Array) -> list[jax.Array]:
+def gather_matmul(x_BtD: jax.Array, *weights: jax.Array, dots: Dots) -> list[jax.Array]:
     """Gather the tokens once, then multiply by each weight [D, ...], whose other dims may be sharded over tp."""
-    x_BTD = checkpoint_name(gather_tokens(x_BtD), "gathered")
-    return [dot(x_BTD, w) for w in weights]
+    return dots(checkpoint_name(gather_tokens(x_BtD), "gathered"), weights, 1)
 
 
-def matmul_scatter(x_BTF: jax.Array, w: jax.Array, num_contract: int, full_size: int) -> jax.Array:
+def matmul_scatter(x_BTF: jax.Array, w: jax.Array, num_contract: int, full_size: int, dots: Dots) -> jax.Array:
     """Contract the last `num_contract` dims of x with the first of w, then scatter the tokens: [B, T/tp, D].
 
     full_size: the unsharded size of w's first dim; where w holds a part of it, the products are partial sums over tp.
     """
-    return scatter_tokens(dot(x_BTF, w, num_contract), partial=w.shape[0] != full_size)
+    [y_BTD] = dots(x_BTF, (w,), num_contract)
+    return scatter_tokens(y_BTD, partial=w.shape[0] != full_size)
 
 
 def local_kv_heads(w: jax.Array, dim: int, num_heads_local: int, num_heads: int, num_kv_heads: int) -> jax.Array:

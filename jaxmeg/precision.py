@@ -7,6 +7,7 @@ the weight's gradient in fp32: a bf16 gradient would round once a microbatch and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +52,14 @@ def _dot_bwd(num_contract: int, residuals: tuple[jax.Array, jax.Array], dy: jax.
 
 
 dot.defvjp(_dot_fwd, _dot_bwd)
+
+Dots = Callable[[jax.Array, tuple[jax.Array, ...], int], list[jax.Array]]
+"""(x, weights, num_contract) -> x times each weight: `dots`, or ops.fp8's."""
+
+
+def dots(x: jax.Array, weights: tuple[jax.Array, ...], num_contract: int) -> list[jax.Array]:
+    """`dot` of x with each weight."""
+    return [dot(x, w, num_contract) for w in weights]
 
 
 @own_vjp()

@@ -22,12 +22,13 @@ from jaxmeg.mesh import build_mesh
 from jaxmeg.models.decoder import Decoder
 from jaxmeg.models.layers import Options
 from jaxmeg.models.own import RULES, OwnModel
+from jaxmeg.ops import fp8
 from jaxmeg.ops.attention import choose_kernel, score_bytes
 from jaxmeg.optim.build import learning_rate, make_optimizer
 from jaxmeg.pipeline.notation import UserSchedule
 from jaxmeg.pipeline.schedules import Placement, Table, make_table, place_layers
 from jaxmeg.pipeline.user import user_table
-from jaxmeg.precision import DTYPES, compute_dtype
+from jaxmeg.precision import DTYPES, compute_dtype, dots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,8 @@ class Setup:
     """fp32, bf16 or fp16."""
     kernel_reason: str
     """Why `model.options.kernel` was taken for attention."""
+    compiler_options: dict[str, bool | int]
+    """For the programs of this run, beside those of the environment."""
 
     @property
     def own(self) -> bool:
@@ -107,12 +110,16 @@ def build(config: Config, devices: Sequence[Any], platform: str | None = None, o
     resolved = resolve(config, len(devices))
     arch = resolved.arch
     mesh = build_mesh({str(axis): size for axis, size in resolved.mesh.items()}, devices)
-    compute = "fp32" if own else compute_dtype(config.precision.compute, devices[0])
+    asked = config.precision.compute
+    compute = "fp32" if own else compute_dtype("bf16" if config.precision.fp8 and asked == "auto" else asked, devices[0])
     kernel, reason = attention_kernel(config.data, compute, arch.head_dim, devices[0], platform, config.layout.attention,
                                       arch.sliding_window)
     placement = place_layers(arch.num_layers, resolved.mesh[Axis.PP], resolved.chunks)
     options = Options(dtype=jnp.dtype(DTYPES[compute]), kernel=kernel, dropout=config.train.dropout,
-                      max_documents=config.data.max_documents)
+                      max_documents=config.data.max_documents, dots=fp8.dots if config.precision.fp8 else dots,
+                      fp8_head=config.precision.fp8_head)
+    on_gpu = (platform or devices[0].platform) != "cpu"
+    compiler_options = fp8.GPU_OPTIONS if config.precision.fp8 and on_gpu else {}
     vocab_axes = tuple(axis for axis in resolved.rules["vocab"] if resolved.mesh[Axis(axis)] > 1)
     model = own or Decoder(arch=arch, options=options, remat=config.layout.remat, scan_layers=config.layout.scan_layers,
                            vocab_rows=resolved.padded_vocab, vocab_axes=vocab_axes)
@@ -124,4 +131,4 @@ def build(config: Config, devices: Sequence[Any], platform: str | None = None, o
             resolved.schedule or "1f1b", resolved.mesh[Axis.PP], resolved.chunks, resolved.num_microbatches),
         optimizer=make_optimizer(config.optim, config.train.steps, layout, arch.vocab_size),
         learning_rate=learning_rate(config.optim, config.train.steps),
-        compute=compute, kernel_reason=reason)
+        compute=compute, kernel_reason=reason, compiler_options=compiler_options)

@@ -198,7 +198,8 @@ def make_train_step(setup: Setup, gradients: Callable[..., Any] | None = None) -
         return new, Metrics(loss, norm, lr, tokens, finite, jnp.isfinite(squares), scale, skipped)
 
     shardings = state_shardings(setup)
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, NamedSharding(setup.mesh, PartitionSpec())))
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, NamedSharding(setup.mesh, PartitionSpec())),
+                   compiler_options=setup.compiler_options)
 
 
 def make_eval_step(setup: Setup, num_microbatches: int) -> Callable[[Any, Rows], tuple[jax.Array, jax.Array]]:
@@ -216,7 +217,8 @@ def make_eval_step(setup: Setup, num_microbatches: int) -> Callable[[Any, Rows],
         total = jax.lax.psum(jnp.sum(outputs(work, table, read)), AXES)
         return total, jax.lax.psum(jnp.sum(rows.mask.astype(jnp.float32)), DATA_AXES)
 
-    return jax.jit(on_mesh(setup, evaluate, (setup.layout.specs, ROWS), (PartitionSpec(), PartitionSpec())))
+    return jax.jit(on_mesh(setup, evaluate, (setup.layout.specs, ROWS), (PartitionSpec(), PartitionSpec())),
+                   compiler_options=setup.compiler_options)
 
 
 def make_next_logits(setup: Setup) -> Callable[[Any, Rows, Any], jax.Array]:
@@ -231,4 +233,4 @@ def make_next_logits(setup: Setup) -> Callable[[Any, Rows, Any], jax.Array]:
         return jax.lax.pmax(z, same)  # equal on these ranks; the maximum tells the compiler so
 
     specs = (setup.layout.specs, ROWS, PartitionSpec())
-    return jax.jit(on_mesh(setup, next_logits, specs, PartitionSpec(DATA_AXES)))
+    return jax.jit(on_mesh(setup, next_logits, specs, PartitionSpec(DATA_AXES)), compiler_options=setup.compiler_options)

@@ -28,7 +28,7 @@ from jaxmeg.state import TrainState, init_state
 from jaxmeg.step import local_rows, make_train_step, place_rows
 from jaxmeg.validate.check import problems
 from jaxmeg.validate.run_rules import unread
-from jaxmeg.validate.speed_rules import attention_here
+from jaxmeg.validate.speed_rules import attention_here, fp8_emulated
 
 Evaluate = Callable[[Any, Callable[[], object]], tuple[float, float]]
 
@@ -102,6 +102,7 @@ def _warn_of_unread(setup: Setup) -> None:
                          num_devices=setup.mesh.devices.size, num_processes=jax.process_count())]
         if not setup.own:
             lines += attention_here(setup.config, setup.model.options.kernel, setup.kernel_reason, setup.attention_scores)
+            lines += fp8_emulated(setup.config, device.platform, getattr(device, "compute_capability", None))
         for line in lines:
             print(f"warning: {line}", file=sys.stderr)
 

@@ -53,6 +53,8 @@ class Row(NamedTuple):
     optimizer: str = "sgd"
     packed: bool = False
     scan_layers: bool = True
+    fp8: str = ""
+    """What is multiplied in FP8: nothing, layers or all."""
 
     @property
     def name(self) -> str:
@@ -103,7 +105,8 @@ def config_of(row: Row) -> Config:
     else:
         optim = OptimConfig(lr=1e-3, eps=1e-6, warmup=0, schedule="constant", weight_decay=0.1, clip_norm=0.0)
     precision = PrecisionConfig(compute=row.compute, **({"matmul": "highest"} if row.compute == "fp32" else {}),
-                                **({"loss_scale_init": 2.0**12} if row.compute == "fp16" else {}))
+                                **({"loss_scale_init": 2.0**12} if row.compute == "fp16" else {}),
+                                fp8=row.fp8 != "", fp8_head=row.fp8 == "all")
     return Config(
         model=ModelConfig(**ARCHS[row.arch]), mesh=MeshConfig(**{"dp": 1, **row.sizes}),
         layout=LayoutConfig(zero=row.zero, remat=row.remat, rules=rules, scan_layers=row.scan_layers),

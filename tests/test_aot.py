@@ -26,6 +26,7 @@ CASES = {
     "interleaved": replace(LLAMA, layers=16, pp=4, tp=2, zero=1, microbatches=8, schedule="interleaved", chunks=2),
     "zero 3, dp": replace(LLAMA, layers=4, dp=8, zero=3, microbatches=2),
     "zero 3, dp, written out": replace(LLAMA, layers=4, dp=8, zero=3, microbatches=2, scan_layers=False),
+    "fp8": replace(LLAMA, layers=2, microbatches=1, fp8=True),
     "8B, 1f1b": LLAMA_8B,
     "8B, interleaved": replace(LLAMA_8B, schedule="interleaved", chunks=2),
 }
@@ -182,6 +183,21 @@ def test_memory_of_an_8b_model_on_4_stages(gpu_compiler_environment):
         kept = (D + 2 * F + heads) * 2 + 32 * 4
         slots, layers = (7, 8) if case.chunks == 1 else (11, 4)
         assert parts["ring"] == slots * layers * 4096 * kept // case.tp
+
+
+@pytest.mark.aot
+def test_every_product_is_fp8(gpu_compiler_environment):
+    """Forward, dx and dW of the 7 matrices of a layer and of the head: e4m3 by e4m3 forward, e5m2 by e4m3 backward, dW and logits in
+    fp32. The backward pass asks for sums that are promoted to fp32 (`highest`)."""
+    case, fact = CASES["fp8"], compiled_facts(gpu_compiler_environment, "fp8")["fp8"]
+    products = 3 * (7 * case.layer_runs + default_chunks(case.seq, case.vocab))
+    assert fact["custom_calls"] == {"__cublas$lt$matmul$f8": products, "__cudnn$fmhaSoftmax": case.layer_runs,
+                                    "__cudnn$fmhaSoftmaxBackward": case.layer_runs}
+    assert fact["dots"] == ["f8e4m3fn,f8e4m3fn->bf16", "f8e4m3fn,f8e4m3fn->f32", "f8e4m3fn,f8e5m2->f32 highest",
+                            "f8e5m2,f8e4m3fn->bf16 highest", "f8e5m2,f8e4m3fn->f32 highest"]
+    assert fact["conditionals"] == 0
+    # Weights and activations are turned where they are quantised. What is copied: the residual stream, to which a product adds itself.
+    assert fact["moved_in_loops"] == ["copy bf16[1,4096,4096]", "copy bf16[4096,4096]"]
 
 
 def test_what_is_moved_in_loops_is_found():

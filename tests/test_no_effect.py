@@ -49,6 +49,7 @@ TEXT = [
     ("precision.loss_scale_init", 8.0, {"precision.compute": "bf16"}),
     ("precision.loss_scale_growth_interval", 5, {"precision.compute": "fp32"}),
     ("precision.reduce", "bf16", {"layout.zero": 1}),
+    ("precision.fp8_head", True, {}),
     ("pipeline.schedule", "1f1b", {}),
     ("pipeline.chunks", 2, {}),
     ("mesh.rep", 2, {"mesh.dp": 1, "layout.zero": 0}),

@@ -55,6 +55,7 @@ class Case:
     chunks: int = 1
     remat: str = "none"
     bf16: bool = False
+    fp8: bool = False
     scan_layers: bool = True
     vocab_axes: tuple[str, ...] = ("pp", "tp")
 
@@ -73,7 +74,7 @@ class Case:
             pipeline=config.PipelineConfig(
                 schedule=self.schedule, chunks=self.chunks if self.chunks > 1 else None, microbatch=self.rows),
             data=config.DataConfig(seq_len=self.seq, global_batch=self.microbatches * self.rows * self.rep * self.dp),
-            precision=config.PrecisionConfig(compute="bf16" if self.bf16 else "fp32"))
+            precision=config.PrecisionConfig(compute="bf16" if self.bf16 else "fp32", fp8=self.fp8, fp8_head=self.fp8))
 
     @property
     def mesh_shape(self) -> dict[str, int]:

@@ -32,7 +32,7 @@ CHECKPOINTS = not_needed("checkpoints are written by all processes and open on a
 DATA_READING = not_needed("rows are read by index and prefetched")
 FINDING_FAULTS = not_needed("a gradient that is not finite skips its update, and a few in a row stop the run")
 OFFLOAD = not_built("offload to the host")
-FP8 = not_built("FP8 matrix multiplications; precision.compute decides")
+FP8 = differs("FP8 has one scale a tensor, taken anew in each product: --set precision.fp8=true")
 MOE = not_built("mixture of experts")
 CONTEXT = not_built("context parallelism; mesh.cp stays 1", off=equals(1))
 EXPERTS = not_built("expert parallelism; mesh.ep stays 1", off=equals(1))

@@ -22,11 +22,11 @@ from jaxmeg.models.layers import MLP, Attention, Context, Norm, Options, drop, p
 from jaxmeg.ops.vocab import logits, lookup, token_loss
 
 # Named values a forward pass keeps for its backward pass. Never kept: gathered tokens, norms, activations (cheap to
-# redo), and anything that depends on weights alone.
+# redo), and anything that depends on weights alone but its FP8 scale, a scalar.
 REMAT: dict[str, tuple[str, ...]] = {
-    "full": (),
-    "selective": ("gate_up", "attention", "lse"),
-    "none": ("gate_up", "attention", "lse", "qkv", "middle"),
+    "full": ("scale",),
+    "selective": ("scale", "gate_up", "attention", "lse"),
+    "none": ("scale", "gate_up", "attention", "lse", "qkv", "middle"),
 }
 
 
@@ -56,7 +56,7 @@ class Block(nnx.Module):
         self.attention_norm = Norm(arch, arch.embed_dim, "embed", arch.norm)
         self.attention = Attention(arch, options, rngs)
         self.mlp_norm = Norm(arch, arch.embed_dim, "embed", arch.norm)
-        self.mlp = MLP(arch, rngs)
+        self.mlp = MLP(arch, options, rngs)
 
     def __call__(self, x_BtD: jax.Array, layer: jax.Array, context: Context) -> jax.Array:
         """layer: index of this block in the whole model, int32 []."""
@@ -172,7 +172,7 @@ class Decoder:
         gradient in x is on the last stage."""
         h_BtD, table = self._hidden(params, x_BtD)
         weights_BT = parallel.only_on(parallel.computes_loss(self.vocab_axes), weights_BT)
-        return token_loss(h_BtD, table, labels_BT, weights_BT, self.vocab_axes, self.arch.vocab_size, num_chunks)
+        return token_loss(h_BtD, table, labels_BT, weights_BT, self.vocab_axes, self.arch.vocab_size, num_chunks, self.options.fp8_head)
 
     def next_token_logits(self, params: Any, x_BtD: jax.Array, position: jax.Array) -> jax.Array:
         """fp32 logits [B, vocab_size] of the token after `position`, int32 []."""

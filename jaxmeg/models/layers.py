@@ -19,7 +19,7 @@ from jaxmeg.ops.attention import causal_attention
 from jaxmeg.ops.dropout import dropout
 from jaxmeg.ops.norm import layer_norm, rms_norm
 from jaxmeg.ops.rope import rope
-from jaxmeg.precision import add_bias
+from jaxmeg.precision import Dots, add_bias, dots
 
 
 class Options(NamedTuple):
@@ -31,6 +31,10 @@ class Options(NamedTuple):
     dropout: float = 0.0
     max_documents: int | None = None
     """No row holds more documents; None: not known."""
+    dots: Dots = dots
+    """The matrix products of the layers: precision.dots, or ops.fp8.dots."""
+    fp8_head: bool = False
+    """Whether those of the loss are FP8 too."""
 
 
 class Context(NamedTuple):
@@ -114,7 +118,8 @@ class Attention(nnx.Module):
         def mine(w: jax.Array, dim: int) -> jax.Array:
             return parallel.local_kv_heads(w, dim, heads, arch.num_heads, arch.num_kv_heads)
 
-        q, k, v = parallel.gather_matmul(x_BtD, self.query[...], mine(self.key[...], 1), mine(self.value[...], 1))
+        q, k, v = parallel.gather_matmul(
+            x_BtD, self.query[...], mine(self.key[...], 1), mine(self.value[...], 1), dots=self.options.dots)
         if self.query_bias is not None and self.key_bias is not None and self.value_bias is not None:
             q = add_bias(q, self.query_bias[...])
             k, v = add_bias(k, mine(self.key_bias[...], 0)), add_bias(v, mine(self.value_bias[...], 0))
@@ -125,16 +130,16 @@ class Attention(nnx.Module):
             q, k = rope(q, positions, arch.rope_theta), rope(k, positions, arch.rope_theta)
         with jax.named_scope("attention"):
             a_BTHK = causal_attention(q, k, v, context.segments_BT, self.options.kernel, arch.sliding_window, self.options.max_documents)
-        y_BtD = parallel.matmul_scatter(a_BTHK, self.out[...], 2, arch.num_heads)
+        y_BtD = parallel.matmul_scatter(a_BTHK, self.out[...], 2, arch.num_heads, self.options.dots)
         return y_BtD if self.out_bias is None else add_bias(y_BtD, self.out_bias[...])
 
 
 class MLP(nnx.Module):
     """SwiGLU (gate, up, down) or GELU (up, down), hidden width sharded."""
 
-    def __init__(self, arch: Arch, rngs: nnx.Rngs):
+    def __init__(self, arch: Arch, options: Options, rngs: nnx.Rngs):
         D, F = arch.embed_dim, arch.mlp_dim
-        self.arch = arch
+        self.arch, self.options = arch, options
         gated = arch.activation == "swiglu"
         self.gate = parameter(rngs, (D, F), ("embed", "mlp"), D) if gated else None
         self.up = parameter(rngs, (D, F), ("embed", "mlp"), D)
@@ -147,10 +152,10 @@ class MLP(nnx.Module):
         weights = [self.up[...]] if self.gate is None else [self.up[...], self.gate[...]]
         biases = [self.up_bias, self.gate_bias]
         hidden = [h if b is None else add_bias(h, b[...])
-                  for h, b in zip(parallel.gather_matmul(x_BtD, *weights), biases, strict=False)]
+                  for h, b in zip(parallel.gather_matmul(x_BtD, *weights, dots=self.options.dots), biases, strict=False)]
         up, *gate = (checkpoint_name(h, "gate_up") for h in hidden)
         a_BTF = swiglu(gate[0], up) if gate else gelu(up)
-        y_BtD = parallel.matmul_scatter(a_BTF, self.down[...], 1, self.arch.mlp_dim)
+        y_BtD = parallel.matmul_scatter(a_BTF, self.down[...], 1, self.arch.mlp_dim, self.options.dots)
         return y_BtD if self.down_bias is None else add_bias(y_BtD, self.down_bias[...])
 
 

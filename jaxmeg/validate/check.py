@@ -30,6 +30,7 @@ def problems(config: Config, num_devices: int) -> list[str]:
         *value_rules.without_effect(config),
         *run_rules.problems(config),
         *speed_rules.attention(config),
+        *speed_rules.fp8(config),
         *mesh_rules.not_built(config.mesh),
     ]
     if arch is not None and _can_divide(config, arch):
@@ -71,6 +72,7 @@ def warnings(config: Config, num_devices: int) -> list[str]:
     if config.layout.zero >= 2 and mesh_rules.num_ranks_zero(sizes.mesh) == 1:
         found.append(f"layout.zero={config.layout.zero} shards nothing: mesh.dp is 1")
     found += speed_rules.attention_warnings(config, sizes)
+    found += speed_rules.fp8_padded(config, sizes)
     return found
 
 

@@ -16,6 +16,7 @@ from jaxmeg.wording import shown
 
 _DECODER = (
     "layout.remat", "layout.attention", "layout.scan_layers", "layout.rules", "pipeline.schedule", "pipeline.chunks", "precision.compute",
+    "precision.fp8", "precision.fp8_head",
     "precision.loss_scale_init", "precision.loss_scale_growth_interval", "data.train", "data.validation", "data.tokenizer",
     "data.end_token", "data.text_key", "data.packing", "data.separate", "data.max_documents", "data.long_documents", "data.max_rows",
     "data.seq_len", "train.dropout", "train.sample_tokens", "train.sample_prompt",
