@@ -260,6 +260,18 @@ def test_a_run_that_dies_of_memory_is_told_what_to_change():
     assert after_failure(config, "cpu", 0, 8) == []
 
 
+def test_fp8_is_as_decision_14_reckons():
+    """8 layers of the 8B shape, 4 rows of 8,192: 343 TFLOP in layers and 103 in the head, at 683 and 1,300 TFLOP/s; 98 GB more."""
+    line = "--model llama3.1-8b --model.num_layers 8 --seq_len 8192 --global_batch 4 --data.packing none --precision.fp8 true"
+    plain, layers, whole = (judge(config_of(options), parse_cluster("1xH200")).speed for options in (
+        line.replace(" --precision.fp8 true", ""), line, f"{line} --precision.fp8_head true"))
+    faster = 343 / 683 - 343 / 1300
+    assert plain.seconds - layers.seconds == pytest.approx(faster - 98 / 4090, rel=0.02)
+    assert layers.seconds - whole.seconds == pytest.approx(103 / 683 - 103 / 1300, rel=0.01)
+    old, same = (judge(config_of(options), parse_cluster("1xA100-80G")).speed for options in (line, line.replace("fp8 true", "fp8 false")))
+    assert old.part("matmuls") == same.part("matmuls") and old.seconds > same.seconds  # has no FP8: rounding costs, and nothing is won
+
+
 def test_parts_add_up():
     plan = judge(config_of("--model llama3.1-8b --seq_len 4096 --global_batch 64 --mesh pp=2,dp=2,tp=2 --zero 1 --microbatch 1"),
                  parse_cluster("8xH100-80G"))

@@ -31,7 +31,7 @@ from jaxmeg.wording import shown
 
 LARGE, SMALL = 2**28, 2**12  # bytes of a collective's whole tensor
 RUNS = 10
-KEYS = tuple(field.name for field in fields(Rates) if field.name not in ("measured", "network_gb_s"))
+KEYS = tuple(field.name for field in fields(Rates) if field.name not in ("measured", "network_gb_s", "fp8_tflops"))
 
 
 class RatesError(ValueError):

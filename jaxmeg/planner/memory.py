@@ -118,7 +118,8 @@ def sizes_of(config: Config, resolved: Resolved, compute: str) -> Sizes:
 
 # ------------------------------------------------------------------ activations
 def kept_bytes(s: Sizes, remat: str) -> dict[str, int]:
-    """Bytes that one layer keeps of one token (of T) for its backward pass, by name; `models.decoder.REMAT` says what is kept."""
+    """Bytes that one layer keeps of one token (of T) for its backward pass, by name; `models.decoder.REMAT` says what is kept.
+    FP8's scales are left out: a scalar a matrix."""
     arch, size = s.arch, s.itemsize
     gated = 2 if arch.activation == "swiglu" else 1
     named = {
@@ -128,7 +129,7 @@ def kept_bytes(s: Sizes, remat: str) -> dict[str, int]:
         "qkv": (s.heads + 2 * s.kv_heads) * arch.head_dim * size,
         "middle": arch.embed_dim * size // s.tp,
     }
-    return {"input": arch.embed_dim * size // s.tp} | {name: named[name] for name in REMAT[remat]}
+    return {"input": arch.embed_dim * size // s.tp} | {name: size for name, size in named.items() if name in REMAT[remat]}
 
 
 def ring_slots(schedule: str | None, stages: int, chunks: int, num_microbatches: int) -> int:

@@ -25,6 +25,8 @@ ATTENTION_FORWARD = 2 / 7
 MLP_PASSES, STREAM_PASSES = 9, 34
 """How often a layer reads or writes a value of its MLP's width, and one of the residual stream's, outside of matmuls and attention:
 counted in the program compiled for one H200 (docs/decisions/0011), forward and backward."""
+FP8_MLP_PASSES, FP8_STREAM_PASSES = 6, 25
+"""The same of rounding to FP8 and measuring scales (docs/decisions/0014: 99 GB more in 8 layers of 32,768 tokens)."""
 AGAIN = 0.35
 """Of these passes, those of the forward, done again where a layer is computed again."""
 LOSS_PASSES = 5
@@ -75,8 +77,10 @@ class Speed:
 
 
 def plan_speed(config: Config, resolved: Resolved, s: Sizes, leaves: list[Leaf], chip: Chip, rates: Rates) -> Speed:
-    matmul, attention, passes = layer_work(s, config.layout.remat)
-    layer = matmul / (rates.matmul_tflops * 1e12) + attention / (rates.attention_tflops * 1e12) + passes / (rates.memory_gb_s * 1e9)
+    matmul, attention, passes = layer_work(s, config.layout.remat, config.precision.fp8)
+    of_layers = rates.fp8_tflops if config.precision.fp8 else rates.matmul_tflops
+    of_head = rates.fp8_tflops if config.precision.fp8_head else rates.matmul_tflops
+    layer = matmul / (of_layers * 1e12) + attention / (rates.attention_tflops * 1e12) + passes / (rates.memory_gb_s * 1e9)
     real = s.num_microbatches * s.chunks * s.layers_per_chunk
     idle = layer_runs(s) - real
     head_flops, head_bytes = _head_work(s)
@@ -85,9 +89,9 @@ def plan_speed(config: Config, resolved: Resolved, s: Sizes, leaves: list[Leaf],
     timed = tuple((t, kind, seconds(t, gb_s, resolved.mesh[t.axis], rates)) for t, kind, gb_s in moved)
     sent = tuple((t, kind, took, _exposed(t, took, layer, layer_runs(s))) for t, kind, took in timed)
     parts = [
-        Part(name="matmuls", seconds=(real * matmul + s.num_microbatches * head_flops) / (rates.matmul_tflops * 1e12),
-             formula=f"({real} runs of a layer x {matmul / 1e12:.2f} + {s.num_microbatches} of the head x {head_flops / 1e12:.2f}) TFLOP "
-             f"at {rates.matmul_tflops:.0f} TFLOP/s"),
+        Part(name="matmuls", seconds=real * matmul / (of_layers * 1e12) + s.num_microbatches * head_flops / (of_head * 1e12),
+             formula=f"{real} runs of a layer x {matmul / 1e12:.2f} TFLOP at {of_layers:.0f} TFLOP/s + {s.num_microbatches} of the head x "
+             f"{head_flops / 1e12:.2f} at {of_head:.0f}"),
         Part(name="attention", seconds=real * attention / (rates.attention_tflops * 1e12),
              formula=f"{real} x {attention / 1e12:.2f} TFLOP at {rates.attention_tflops:.0f} TFLOP/s"),
         Part(name="other kernels", seconds=(real * passes + s.num_microbatches * head_bytes) / (rates.memory_gb_s * 1e9),
@@ -106,7 +110,7 @@ def plan_speed(config: Config, resolved: Resolved, s: Sizes, leaves: list[Leaf],
                  model_flops=tokens * train_flops_per_token(s.arch, s.tokens), peak_tflops=chip.tflops[chip.compute])
 
 
-def layer_work(s: Sizes, remat: str) -> tuple[float, float, float]:
+def layer_work(s: Sizes, remat: str, fp8: bool) -> tuple[float, float, float]:
     """(FLOPs of matmuls, model FLOPs of attention, bytes of other kernels) of one layer and microbatch, forward and backward."""
     arch, N, kept = s.arch, s.all_tokens, REMAT[remat]
     D, K = arch.embed_dim, arch.head_dim
@@ -114,8 +118,8 @@ def layer_work(s: Sizes, remat: str) -> tuple[float, float, float]:
     mlp = (3 if arch.activation == "swiglu" else 2) * D * s.mlp
     again = projections * ("middle" not in kept) + (mlp * 2 // 3) * ("gate_up" not in kept)
     attention = 6 * N // s.tokens * causal_pairs(s.tokens, arch.sliding_window) * s.heads * K
-    stream = STREAM_PASSES * (N * D // s.tp) * s.itemsize
-    wide = MLP_PASSES * N * s.mlp * s.itemsize
+    stream = (STREAM_PASSES + FP8_STREAM_PASSES * fp8) * (N * D // s.tp) * s.itemsize
+    wide = (MLP_PASSES + FP8_MLP_PASSES * fp8) * N * s.mlp * s.itemsize
     gradients = (3 if s.num_microbatches * s.pp > 1 else 1) * F32 * (projections + mlp)  # read, and the sum read and written
     repeated = 1 + AGAIN * ("middle" not in kept)
     return (N * (6 * (projections + mlp) + 2 * again), attention * (1 + ATTENTION_FORWARD * ("attention" not in kept)),
