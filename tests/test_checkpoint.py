@@ -278,7 +278,7 @@ def now(field):
     return int(next(line for line in open("/proc/self/status") if line.startswith(field)).split()[1]) * 1024
 
 setup = build(Config(model=ModelConfig(preset="toy", vocab_size=64000, embed_dim=256), mesh=MeshConfig(dp=1)), jax.devices()[:1])
-state = init_state(setup, 0)
+state = jax.block_until_ready(init_state(setup, 0))  # before memory is read: or what it grows by is the state
 with Checkpoints(setup, Path(sys.argv[1]), CheckpointConfig(), {}) as checkpoints:
     before = now("VmRSS")
     open("/proc/self/clear_refs", "w").write("5")  # the peak starts here
@@ -289,13 +289,14 @@ with Checkpoints(setup, Path(sys.argv[1]), CheckpointConfig(), {}) as checkpoint
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux to measure peak memory")
-def test_a_save_needs_less_than_one_and_a_half_times_the_state_on_the_host(tmp_path: Path) -> None:
-    """400 MB of state in a process of its own."""
+def test_a_save_needs_less_than_half_the_state_beside_its_copy_on_the_host(tmp_path: Path) -> None:
+    """400 MB of state in a process of its own. On a CPU the copy on the host is the state itself, so all growth is beside it: the hashes
+    of the largest leaf, a sixth of the state, or of two where one is freed late."""
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # one device, as fast as it gets
     done = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path)], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     num_bytes, grown = map(int, done.stdout.split())
-    assert num_bytes > 395e6 and grown < 1.5 * num_bytes, f"{grown / 1e6:.0f} MB for a state of {num_bytes / 1e6:.0f} MB"
+    assert num_bytes > 395e6 and grown < 0.5 * num_bytes, f"{grown / 1e6:.0f} MB for a state of {num_bytes / 1e6:.0f} MB"
 
 
 # ---------------------------------------------------------------- when a save fails

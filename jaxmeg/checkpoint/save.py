@@ -4,7 +4,8 @@
 and removes steps that are no longer kept. A save that fails is reported by the next `check`, and nothing that was
 complete is touched. Every process makes every call; process 0 writes what is written once. Reading is in `restore`.
 
-Host memory: one copy of what this process holds, replicas once. Device memory: see `canonical`.
+Host memory: one copy of what this process holds, replicas once; on a CPU the state itself is that copy, and the hashes of a
+leaf or two come beside it. Device memory: see `canonical`.
 """
 
 from __future__ import annotations
