@@ -35,6 +35,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--top", type=int, default=8, help="layouts shown (default: 8)")
     parser.add_argument("--explain", action="store_true", help="print the formula behind every number")
     parser.add_argument("--check", action="store_true", help="compile the real train step of the best layout, without a GPU")
+    parser.add_argument("--measure", type=int, metavar="N", help="run the best N on this machine's devices, and keep the fastest")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     args, rest = parser.parse_known_args(argv)
     if args.seq_len:
@@ -49,6 +50,10 @@ def main(argv: list[str]) -> None:
     if args.check:
         from jaxmeg import _compat
         _compat.prepare_gpu_topology()
+    if args.measure is not None and args.measure < 1:
+        parser.error(f"--measure {args.measure} runs nothing: use 1 or more")
+    if args.measure and (have := cli.start(config, whole=False).count) != cluster.count:
+        parser.error(f"--measure {args.measure} needs the {cluster.count} devices of --gpus {args.gpus}, and here are {have}")
     given = cli.given_keys(rest)
     _refuse(config, cluster)
     show(config, cluster, given, args)
@@ -75,7 +80,7 @@ def show(config: Config, cluster: Cluster, given: frozenset[str], args: argparse
         except RatesError as error:
             cli.fail([str(error)])
         rates = rates_of(cluster.chip, resolve_arch(config.model).head_dim, measured=measured)
-    found = search(config, cluster, given, args.top, rates)
+    found = search(config, cluster, given, max(args.top, args.measure or 0), rates)
     if not found.tried:
         cli.fail(problems(config, cluster.count) or [f"no mesh of {cluster.count} GPUs divides the model's sizes and "
                  f"data.global_batch={config.data.global_batch} as given: give less, or another batch"])
@@ -88,10 +93,25 @@ def show(config: Config, cluster: Cluster, given: frozenset[str], args: argparse
         text.show_plan(best, cluster, console, args.explain)
     if args.check:
         check(best, cluster)
+    if args.measure and found.fitting:
+        run(found.fitting[: args.measure])
     if not found.fitting:
         print(*advice.lines(best.config, cluster), sep="\n")
         cli.fail([f"nothing that is given fits {cluster}: the smallest layout needs {best.memory.total / 2**30:.1f} GiB of "
                   f"{best.budget / 2**30:.1f} a GPU"])
+
+
+def run(plans: "list[Plan]") -> None:
+    """Measure them, and print the command of the fastest."""
+    import jax
+
+    from jaxmeg.planner.measure import measure_plans, show_measured
+    from jaxmeg.planner.text import WIDTH, command
+    found = measure_plans(plans, jax.devices())
+    show_measured(found, Console(highlight=False, width=WIDTH))
+    if found[0].seconds is None:
+        cli.fail(["none of them ran: see above"])
+    print(f"\n{command(found[0].plan.config)}")
 
 
 def check(best: "Plan", cluster: Cluster) -> None:

@@ -42,7 +42,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     tuple(f"planner.{name}" for name in (
         "leaves", "memory", "traffic", "speed", "search", "check", "text", "questions", "explain", "advice", "auto", "calibrate")),
     ("train", "start", "task", "engine", "journal", "evaluate", "verify.measure", "verify.run", "ablate", "report", "pipeline.check")
-    + ("bench.measure", "bench.peers"),
+    + ("bench.measure", "bench.peers", "planner.measure"),
 )
 ROOM_OF = {f"{PACKAGE}.{name}".rstrip("."): number for number, names in enumerate(ROOMS, 1) for name in names}
 # Packages that mix rooms: each of their modules needs its own place in the table.

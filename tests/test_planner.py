@@ -1,21 +1,27 @@
 """The planner against what is known otherwise: published arithmetic, schedule tables, closed forms, and the compiler's own account."""
 
+import io
 import json
 import math
+import random
 import re
 import sys
 from functools import cache
 from pathlib import Path
 from statistics import median
 
+import jax
+import numpy as np
 import pytest
 from planner_cases import CASES, FACTS, argv
+from rich.console import Console
 from traffic import F32, Case, kept_elements, memory, traffic
 
 from jaxmeg import cli
 from jaxmeg.config import Config, resolve
 from jaxmeg.hardware import PEAK_TFLOPS, peak_tflops
 from jaxmeg.pipeline.schedules import make_table
+from jaxmeg.planner import measure as measured_plans
 from jaxmeg.planner import paper, questions
 from jaxmeg.planner.advice import advice, after_failure, chip_of
 from jaxmeg.planner.auto import AutoError, choose
@@ -25,6 +31,9 @@ from jaxmeg.planner.memory import inbox_slots, kept_bytes, plan_memory, ring_slo
 from jaxmeg.planner.search import Plan, candidates, enough, judge, search
 from jaxmeg.planner.text import command
 from jaxmeg.planner.traffic import transfers
+from jaxmeg.setup import build
+from jaxmeg.state import init_state
+from jaxmeg.step import make_train_step, place_rows
 from jaxmeg.validate.check import problems
 
 ROOT = Path(__file__).parent.parent
@@ -314,6 +323,7 @@ def test_the_script_prints_what_trains(capsys):
     ("--gpus 8xH200 --model llama3.1-9b", "model.preset=llama3.1-9b is not a choice"),
     ("--gpus 8xH200 --global_batch 3 --mesh dp=8", "does not divide"),
     ("--gpus 8xH200 --top 0", "--top 0 shows nothing"),
+    ("--gpus 8xH200 --measure 0", "--measure 0 runs nothing"),
     ("--gpus 8xH200 --sequence 3", "unknown key sequence"),
     ("--gpus 8xA100-80G --model llama3.1-70b --seq 4096 --global_batch 64", "nothing that is given fits 8xA100-80G"),
 ])
@@ -347,6 +357,45 @@ def test_checkpointing_decides_whether_30b_fits_and_what_wins_depends_on_the_lin
     rates = [[float(number.replace(",", "")) for number in re.findall("(?:ZeRO 3|parallel) ([0-9,]+)", line)] for line in lines[:4]]
     (fast_few, _, slow_few, slow_many) = [zero > tensor for zero, tensor in rates]
     assert fast_few and slow_many and not slow_few
+
+
+# ---------------------------------------------------------------- plans are run
+def test_measured_plans_come_fastest_first_and_failures_last(monkeypatch):
+    plans = search(small(), parse_cluster("8xH200"), top=3).fitting
+    results = iter([{"error": None, "step_s": {"median": 2.0}}, {"error": "no room", "step_s": None},
+                    {"error": None, "step_s": {"median": 1.0}}])
+    asked = []
+
+    def stand_in(case, devices):
+        asked.append(case.config)
+        return next(results)
+
+    monkeypatch.setattr(measured_plans, "measure", stand_in)
+    found = measured_plans.measure_plans(plans, [])
+    assert asked == [plan.config for plan in plans]
+    assert [(one.plan, one.seconds) for one in found] == [(plans[2], 1.0), (plans[0], 2.0), (plans[1], None)]
+    console = Console(record=True, width=150, file=io.StringIO())
+    measured_plans.show_measured(found, console)
+    text = console.export_text()
+    assert f"{plans[2].speed.tokens:,}" in text and "no room" in text
+
+
+@pytest.mark.slow
+def test_thirty_random_plans_run_one_update_on_emulated_devices():
+    """Every kind of mesh, ZeRO, schedule, chunks, microbatch and remat that the search tries, drawn at random."""
+    config = config_of("--model toy --model.num_layers 8 --seq_len 32 --global_batch 16 --precision fp32 --data.packing none")
+    every = list(candidates(config, parse_cluster("8xH200")))
+    drawn = random.Random(6).sample(every, 30)
+    assert len({candidate.mesh for candidate in drawn}) >= 8 and {candidate.layout.zero for candidate in drawn} == {0, 1, 2, 3}
+    tokens = np.random.default_rng(0).integers(0, 256, (16, 33), dtype=np.int32)
+    losses = []
+    for candidate in drawn:
+        setup = build(candidate, jax.devices()[:8])
+        rows = place_rows(setup, tokens[:, :-1], tokens[:, 1:], np.ones((16, 32), bool), setup.resolved.num_microbatches)
+        state = init_state(setup, 0)
+        step = make_train_step(setup).lower(state, rows).compile(compiler_options={"xla_backend_optimization_level": 0})
+        losses.append(float(step(state, rows)[1].loss))
+    assert losses == pytest.approx([losses[0]] * 30, abs=1e-5)
 
 
 # ---------------------------------------------------------------- --mesh auto
